@@ -21,7 +21,7 @@ import numpy as np
 from cases import KINDS, Case, lengths
 from results import machine, table, write_section
 
-from longshore.data.batches import Batches, BatchSize
+from longshore.data.source import Batches, BatchSize
 from longshore.plan import make_plan
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (

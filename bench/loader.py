@@ -20,8 +20,8 @@ from typing import NamedTuple
 from ranks import on_ranks
 from results import machine, table, write_section
 
-from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan

@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from longshore.batch import Counts, CPGroup, MicroBatch, PackContext, SeqContext, whole_context
     from longshore.config.load import load_config
     from longshore.config.schema import RunConfig
-    from longshore.data.batches import BatchSize, Place
     from longshore.data.exchange import send_back
-    from longshore.data.fields import Field
-    from longshore.data.pack import Piece, merge, pack_lane, pack_step, unpack
-    from longshore.data.shard import Shards, cut_shards, lane_cuts
-    from longshore.data.source import MemorySource, TokenizedSample
+    from longshore.data.pack import (
+        Piece,
+        Shards,
+        cut_shards,
+        lane_cuts,
+        merge,
+        pack_lane,
+        pack_step,
+        unpack,
+    )
+    from longshore.data.source import BatchSize, Field, MemorySource, Place, TokenizedSample
     from longshore.data.steps import IndexedSteps, Loader, Packing, Step, StreamedSteps
     from longshore.data.store import Store
     from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, lane_rows, samples_of
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
         policy_names,
     )
     from longshore.run.trainer import Trainer
-    from longshore.train.stop import RunError
+    from longshore.train.heartbeat import RunError
 
 _NAMES_OF = {
     "advisor.step_time": "model_cost",
@@ -59,12 +65,9 @@ _NAMES_OF = {
     "batch": "Counts CPGroup MicroBatch PackContext SeqContext whole_context",
     "config.load": "load_config",
     "config.schema": "RunConfig",
-    "data.batches": "BatchSize Place",
     "data.exchange": "send_back",
-    "data.fields": "Field",
-    "data.pack": "Piece merge pack_step unpack pack_lane",
-    "data.shard": "Shards cut_shards lane_cuts",
-    "data.source": "MemorySource TokenizedSample",
+    "data.pack": "Piece merge pack_step unpack pack_lane Shards cut_shards lane_cuts",
+    "data.source": "BatchSize Place Field MemorySource TokenizedSample",
     "data.steps": "IndexedSteps Loader Packing Step StreamedSteps",
     "data.store": "Store",
     "data.tokenize": "Rules SampleTokenizer Tokenizer lane_rows samples_of",
@@ -80,7 +83,7 @@ _NAMES_OF = {
     "plan.planner": "make_plan",
     "plan.types": "Policy policy_named policy_names Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
-    "train.stop": "RunError",
+    "train.heartbeat": "RunError",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longshore.arch.attention import AttentionConfig
+from longshore.arch.attention import AttentionConfig, causal_pairs
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import causal_pairs
 from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,

@@ -17,7 +17,7 @@ from longshore.arch.rope import DynamicScaling, RopeConfig
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig, entry_pairs
 from longshore.batch import whole_context
 from longshore.model.interface import with_loss
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import rope_tables
 from longshore.model.sparse_attention import EntryKind, EntryTables, SparseAttention, entry_tables
 from longshore.ops import pointwise as norm
 

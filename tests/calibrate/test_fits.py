@@ -21,7 +21,7 @@ from longshore.advisor.step_time import fsdp_units
 from longshore.arch.presets import PRESETS, preset
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.model.decoder import Decoder
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 
 FIXED = {
     "step": 1e-2,

@@ -20,8 +20,14 @@ from longshore.cli.launch import (
 from longshore.cli.main import main
 from longshore.config import load_config
 from longshore.distributed.process_group import Ranks, loopback_variables, ranks_from_environment
-from longshore.train.heartbeat import RankStatus, beat_path
-from longshore.train.stop import TWICE_S, Interrupted, RunError, supervised
+from longshore.train.heartbeat import (
+    TWICE_S,
+    Interrupted,
+    RankStatus,
+    RunError,
+    beat_path,
+    supervised,
+)
 
 CONFIG = load_config(None)
 

@@ -9,7 +9,7 @@ from tests.data.family_templates import QWEN3
 from tests.data.tiny import CHATML, word_tokenizer
 
 from longshore.cli.main import main
-from longshore.data.batches import BatchSize, Place
+from longshore.data.source import BatchSize, Place
 from longshore.data.steps import IndexedSteps
 from longshore.data.store import Store
 from longshore.plan import make_plan

@@ -7,9 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from longshore.batch import Counts, MicroBatch
-from longshore.data.fields import Field
-from longshore.data.pack import pack_step
-from longshore.data.shard import count_targets, cut_shards, lane_cuts
+from longshore.data.pack import count_targets, cut_shards, lane_cuts, pack_step
+from longshore.data.source import Field
 from longshore.plan import Pack, Plan, PlanSetting, Round, Sequence, Stats, check, make_plan
 from longshore.plan.cost import BUILT_IN
 from longshore.plan.shapes import legal_cp_sizes, padded_length

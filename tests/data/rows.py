@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from longshore.data.fields import check_declared, collect_fields
-from longshore.data.source import TokenizedSample
+from longshore.data.source import TokenizedSample, check_declared, collect_fields
 
 
 def from_rows(rows, fields=()):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data.batches import BLOCK, Batches, BatchSize, Place, shuffled
+from longshore.data.source import BLOCK, Batches, BatchSize, Place, shuffled
 
 
 def take(batches, place, count):

@@ -8,8 +8,7 @@ from longshore.data.columns import (
     from_alpaca,
     unknown_columns,
 )
-from longshore.data.fields import Field
-from longshore.data.source import SampleError
+from longshore.data.source import Field, SampleError
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
 SAMPLE = {"instruction": "Be kind", "input": "Hi", "output": "Yo"}

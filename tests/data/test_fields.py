@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data.fields import Field, check_declared, collect_fields, parse_field
+from longshore.data.source import Field, check_declared, collect_fields, parse_field
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")

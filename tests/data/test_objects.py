@@ -6,8 +6,7 @@ import torch
 from tests.data.tiny import word_tokenizer
 from tests.lazy import datasets
 
-from longshore.data.fields import Field
-from longshore.data.source import SampleError
+from longshore.data.source import Field, SampleError
 from longshore.data.tokenize import (
     Rules,
     SampleTokenizer,

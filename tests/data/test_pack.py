@@ -21,8 +21,17 @@ from tests.data.plans import (
 from tests.data.stage_batch import only
 
 from longshore.batch import IGNORE, Counts, MicroBatch
-from longshore.data.pack import Piece, context_batches, lane_context, merge, pack_step, unpack
-from longshore.data.shard import Shards, cut_shards, lane_cuts
+from longshore.data.pack import (
+    Piece,
+    Shards,
+    context_batches,
+    cut_shards,
+    lane_context,
+    lane_cuts,
+    merge,
+    pack_step,
+    unpack,
+)
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import StageInputs
 from longshore.plan.shapes import lane_tokens, make_buckets

@@ -15,9 +15,8 @@ from tests.data.samples import BAD_LINES, WORDS, chat, chats, files_of, rejected
 from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 
 from longshore.data import prepare as prepare_module
-from longshore.data.fields import Field
 from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
-from longshore.data.source import Joined, Mixture
+from longshore.data.source import Field, Joined, Mixture
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 

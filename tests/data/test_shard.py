@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.plans import FIELDS, Sample, any_plans, make_samples, plan_of
 
-from longshore.data.fields import Field
-from longshore.data.shard import LaneCut, count_targets, cut_shards, cut_tokens, lane_cuts
+from longshore.data.pack import LaneCut, count_targets, cut_shards, cut_tokens, lane_cuts
+from longshore.data.source import Field
 from longshore.plan import Pack, Plan, Round
 from longshore.plan.shapes import route
 

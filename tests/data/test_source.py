@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.rows import from_rows
 
-from longshore.data.fields import Field
-from longshore.data.source import MemorySource, Mixture, SampleError, TokenizedSample, draw_order
+from longshore.data.source import (
+    Field,
+    MemorySource,
+    Mixture,
+    SampleError,
+    TokenizedSample,
+    draw_order,
+)
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.data.broken_plans import BROKEN
 from tests.data.plans import made_plans
 
-from longshore.data.batches import BatchSize, Place
-from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.source import BatchSize, MemorySource, Place, TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.check import check_step

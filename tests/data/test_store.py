@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.data import store as store_module
-from longshore.data.fields import Field
-from longshore.data.source import TokenizedSample
+from longshore.data.source import Field, TokenizedSample
 from longshore.data.store import Store, write_durably, write_store
 from longshore.files import sealed_json
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.data.tiny import word_tokenizer
 
 from longshore.data import stream as stream_module
-from longshore.data.batches import BatchSize, Place
 from longshore.data.inputs import content_digest, find_inputs
+from longshore.data.source import BatchSize, Place
 from longshore.data.steps import StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer

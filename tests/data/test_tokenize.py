@@ -14,8 +14,7 @@ from tests.data.tiny import (
     word_tokenizer,
 )
 
-from longshore.data.fields import Field
-from longshore.data.source import SampleError
+from longshore.data.source import Field, SampleError
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
 WORDS = 'system user assistant Be kind . Hi Yo One Two name add arguments a b 1 2 : , { } " [ ] \n'

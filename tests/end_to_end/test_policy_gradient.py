@@ -14,9 +14,8 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.spine import dense, exact, lanes_of, sharded
 
 from longshore.batch import whole_context
-from longshore.data.fields import Field
-from longshore.data.pack import pack_step
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, pack_step
+from longshore.data.source import Field
 from longshore.model.decoder import Decoder
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.gpu.test_train import SMALL, finished, start
 
-from longshore.data.fields import parse_field
+from longshore.data.source import parse_field
 from longshore.data.store import write_store
 from longshore.data.tokenize import samples_of
 

@@ -14,7 +14,7 @@ from longshore.ops import reference as reference_rope
 from longshore.ops.attention import attention, attention_forward
 from longshore.ops.backends import chosen, only
 from longshore.ops.cross_entropy import linear_cross_entropy
-from longshore.ops.rope import rotate
+from longshore.ops.pointwise import rotate
 from longshore.user_code import is_installed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

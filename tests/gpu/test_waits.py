@@ -16,8 +16,8 @@ import torch
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
-from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology

@@ -10,7 +10,7 @@ from tests.lazy import transformers
 from longshore.batch import whole_context
 from longshore.hf.checkpoint import open_weights
 from longshore.hf.config_file import read_config
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import rope_tables
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,12 +9,12 @@ from tests.arch.test_costs_memory import saved_bytes
 from tests.model.exact import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from longshore.arch.attention import AttentionConfig
-from longshore.arch.part import Norm, causal_pairs
+from longshore.arch.attention import AttentionConfig, causal_pairs
+from longshore.arch.part import Norm
 from longshore.arch.rope import RopeConfig
 from longshore.batch import whole_context
 from longshore.model.attention import Attention
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import rope_tables
 
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=6)
 WIDTH = 10

@@ -21,8 +21,7 @@ from longshore.batch import CPGroup, PackContext, whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.interface import Exchanges
-from longshore.model.norm import Float32Parameters
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import Float32Parameters, rope_tables
 from longshore.parallel.apply import set_exchanges
 from longshore.plan.layout import Stage, one_stage, parse_layout
 
@@ -223,9 +222,10 @@ def test_other_exchanges():
     packs = []
 
     class Noted(Exchanges):
-        def of(self, pack):
-            packs.append(pack)
-            return super().of(pack)
+        def each(self, ctx):
+            for exchange in super().each(ctx):
+                packs.append(exchange.pack)
+                yield exchange
 
     ctx, ids, _ = tokens(config)
     expected = model(ids, ctx).values

@@ -8,8 +8,8 @@ from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
 from longshore.model.decoder import Block
+from longshore.model.norm_rope import rope_tables
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.model.rope import rope_tables
 
 ATTENTION = AttentionConfig(heads=2, kv_heads=1, head_dim=4)
 FEED_FORWARD = MLPConfig(width=12)

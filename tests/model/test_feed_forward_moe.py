@@ -10,12 +10,11 @@ from tests.model.experts import KINDS, LENGTHS, make, one_layer, rows
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
-from longshore.data.pack import pack_step
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, pack_step
 from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import MoE
 from longshore.model.init import init_decoder
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.ops.backends import grouped_refusal
 from longshore.plan import make_plan
 

@@ -12,15 +12,15 @@ from tests.model.test_attention import turned
 from torch.utils.flop_counter import FlopCounterMode
 
 from longshore.arch.as_json import config_from_json, config_to_json
-from longshore.arch.attention import MLAConfig
+from longshore.arch.attention import MLAConfig, causal_pairs
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.part import Norm, causal_pairs
+from longshore.arch.part import Norm
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import CPGroup, whole_context
 from longshore.model import attention as mla
 from longshore.model.attention import MLA
 from longshore.model.interface import LOCAL
-from longshore.model.rope import attention_factor, rope_tables
+from longshore.model.norm_rope import attention_factor, rope_tables
 
 BASE = MLAConfig(heads=3, kv_rank=5, nope_dim=4, rope_dim=6, value_dim=7)
 YARN = YarnScaling(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)

@@ -1,7 +1,7 @@
 import torch
 
 from longshore.arch.part import Norm
-from longshore.model.norm import RMSNorm
+from longshore.model.norm_rope import RMSNorm
 
 
 def normed(x, weight, eps):

@@ -12,7 +12,7 @@ from longshore.arch.rope import (
     YarnScaling,
 )
 from longshore.batch import whole_context
-from longshore.model.rope import _on_device, attention_factor, frequencies, rope_tables
+from longshore.model.norm_rope import _on_device, attention_factor, frequencies, rope_tables
 
 DIM = 32
 SHORT = tuple(1 + 0.05 * i for i in range(DIM // 2))

@@ -17,7 +17,7 @@ from tests.model.deepseek_v4 import (
 
 from longshore.batch import whole_context
 from longshore.model.interface import Exchange, Exchanges, with_loss
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import rope_tables
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 700)
 

@@ -78,7 +78,7 @@ def test_old_devices_are_for_plain_torch(monkeypatch):
 def test_tensors_on_a_device_that_is_not_current_are_for_torch(monkeypatch):
     """Triton launches on the current device, whatever the tensors are on."""
     own = Backend("own", "longshore.ops.conv", lambda x: None)
-    foreign = Backend("foreign", "longshore.ops.rope", lambda x: None, package="torch")
+    foreign = Backend("foreign", "longshore.ops.pointwise", lambda x: None, package="torch")
     monkeypatch.setitem(backends.BACKENDS, "op", (foreign, own))
     answers = []
     for current in (0, 1, 0):
@@ -93,13 +93,13 @@ def test_tensors_on_a_device_that_is_not_current_are_for_torch(monkeypatch):
 
 
 def test_the_order_decides_and_every_refusal_is_said(monkeypatch):
-    first = Backend("first", "longshore.ops.rope", lambda x: None)
+    first = Backend("first", "longshore.ops.pointwise", lambda x: None)
     never = Backend("never", "nowhere", lambda x: "it is new")
     foreign = Backend("foreign", "nowhere", lambda x: None, package="no_such_package.part")
     x = torch.zeros(1)
     monkeypatch.setattr(backends, "BACKENDS", {"op": (never, foreign, first), "other": (never,)})
     monkeypatch.setattr(backends, "_chosen", {})
-    assert pick("op", x).__name__ == "longshore.ops.rope"
+    assert pick("op", x).__name__ == "longshore.ops.pointwise"
     assert pick("other", x) is None
     assert kernels_line() == "op by first; other by plain torch (never: it is new)"
     monkeypatch.setattr(backends, "BACKENDS", {"op": (foreign,)})
@@ -109,12 +109,12 @@ def test_the_order_decides_and_every_refusal_is_said(monkeypatch):
 
 def test_on_cuda_a_backend_is_asked_once_for_each_kind_of_call(monkeypatch):
     calls = []
-    first = Backend("first", "longshore.ops.rope", lambda x: calls.append(x.shape))
+    first = Backend("first", "longshore.ops.pointwise", lambda x: calls.append(x.shape))
     none = Backend("none", "nowhere", lambda x: "never")
     monkeypatch.setattr(backends, "BACKENDS", {"op": (first,)})
     monkeypatch.setattr(backends, "_chosen", {})
     for x in (on_cuda(), on_cuda(), on_cuda(tokens=0), on_cuda(torch.float16), on_cuda()):
-        assert pick("op", x).__name__ == "longshore.ops.rope"
+        assert pick("op", x).__name__ == "longshore.ops.pointwise"
     assert calls == [(4, 2, 64), (0, 2, 64), (4, 2, 64)]
     monkeypatch.setitem(backends.BACKENDS, "op", (none,))
     assert pick("op", on_cuda()) is None
@@ -129,7 +129,7 @@ def test_on_cuda_a_backend_is_asked_once_for_each_kind_of_call(monkeypatch):
 
 
 def test_plain_rules_out_what_is_not_torch(monkeypatch):
-    package = Backend("package", "longshore.ops.rope", lambda x: None, package="torch")
+    package = Backend("package", "longshore.ops.pointwise", lambda x: None, package="torch")
     monkeypatch.setattr(backends, "BACKENDS", {"op": (package,)})
     x = torch.zeros(1)
     assert pick("op", x) is not None

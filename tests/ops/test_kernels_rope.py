@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.ops import backends
-from longshore.ops.rope import norm_rotate, norm_rotate_both, rotate, rotate_both
+from longshore.ops.pointwise import norm_rotate, norm_rotate_both, rotate, rotate_both
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

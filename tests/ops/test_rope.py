@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.ops import reference
-from longshore.ops.rope import rotate
+from longshore.ops.pointwise import rotate
 
 
 def inputs(tokens, heads, width, turned):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from longshore.arch.attention import causal_pairs
 from longshore.arch.cuts import TPUnits
-from longshore.arch.part import Part, Product, Saved, causal_pairs
+from longshore.arch.part import Part, Product, Saved
 from longshore.model.interface import LOCAL, ThreeStepMixer, over_packs
 from longshore.model.registry import register_mixer
 from longshore.ops.attention import attention

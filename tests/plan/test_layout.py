@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import examples
 
-from longshore.plan.layout import (
+from longshore.plan.layout import NO_INPUTS, (
     LONGEST_TEXT,
     Layout,
     Stage,
@@ -43,8 +43,8 @@ def test_what_ranks_read() -> None:
     assert layout.inputs(0) == StageInputs(True, False, True, False, False, False)
     assert layout.inputs(1) == layout.stages[3].inputs(depths=1)
     assert not nothing.any
-    assert layout.inputs(1).any
-    assert not parse_layout("E|t|L", pp=3, layers=1).inputs(1).any
+    assert layout.inputs(1) != NO_INPUTS
+    assert parse_layout("E|t|L", pp=3, layers=1).inputs(1) == NO_INPUTS
     # Without depths the head has no targets of any.
     assert not one_stage(layers=2).inputs(0).depth_targets
     assert one_stage(layers=2, depths=1).inputs(0) == StageInputs()

@@ -15,7 +15,7 @@ from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import MoE
 from longshore.model.init import init_decoder
-from longshore.model.rope import rope_tables
+from longshore.model.norm_rope import rope_tables
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tests.data.plans import Sample
 from tests.ranks.spine import VOCAB, make_samples
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from longshore.data.fields import Field
+from longshore.data.source import Field
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 

@@ -14,8 +14,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.rope import DynamicScaling, RopeConfig
 from longshore.batch import Depth, Targets, whole_context
-from longshore.data.pack import merge, pack_step, unpack
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, merge, pack_step, unpack
 from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_block

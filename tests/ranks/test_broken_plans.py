@@ -7,7 +7,7 @@ from tests.data.broken_plans import BROKEN
 from tests.data.test_steps import LENGTHS, source_of
 from tests.ranks.harness import run_ranks
 
-from longshore.data.batches import BatchSize, Place
+from longshore.data.source import BatchSize, Place
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.ranks.exchanged import count
 from tests.ranks.harness import RankError, run_ranks
 
-from longshore.distributed import agreement, collectives
+from longshore.distributed import collectives
+from longshore.distributed import collectives as agreement
 from longshore.distributed.topology import make_topology
 
 DTYPES = [

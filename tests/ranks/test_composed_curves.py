@@ -14,8 +14,8 @@ from tests.ranks.test_curves import MOCK
 
 from longshore.arch.costs import make_layout
 from longshore.arch.presets import preset
-from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
 from longshore.parallel.gathered import gathered_tensors

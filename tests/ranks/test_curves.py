@@ -12,8 +12,8 @@ from tests.ranks.spine import MTP_WEIGHT, dense, exact, lanes_of, sharded
 from tests.ranks.steps import trained
 from tests.ranks.test_deepseek_v4 import tiny
 
-from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss

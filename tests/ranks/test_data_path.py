@@ -13,12 +13,9 @@ from tests.ranks.exchanged import count
 from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
-from longshore.data.batches import BatchSize, Place
 from longshore.data.exchange import send_back
-from longshore.data.fields import Field
-from longshore.data.pack import merge, pack_step, unpack
-from longshore.data.shard import count_targets, cut_shards, lane_cuts
-from longshore.data.source import TokenizedSample
+from longshore.data.pack import count_targets, cut_shards, lane_cuts, merge, pack_step, unpack
+from longshore.data.source import BatchSize, Field, Place, TokenizedSample
 from longshore.data.steps import (
     IndexedSteps,
     Loader,

@@ -5,8 +5,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, sharded
 
-from longshore.data.batches import BatchSize
-from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.source import BatchSize, MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing
 from longshore.parallel.pipeline import Executor
 from longshore.plan import make_plan

@@ -17,16 +17,15 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.config.load import load_config
 from longshore.data.source import TokenizedSample
-from longshore.distributed import agreement as shared_stream
-from longshore.distributed.agreement import PeerError
-from longshore.distributed.collectives import sum_over
+from longshore.distributed import collectives as shared_stream
+from longshore.distributed.collectives import PeerError, sum_over
 from longshore.hf.checkpoint import open_weights
 from longshore.hf.weights import load_weights
 from longshore.plan.layout import one_stage
 from longshore.run import score
 from longshore.run.weights import export_weights, write_weights
 from longshore.train import safetensors_stream
-from longshore.train.stop import RunError
+from longshore.train.heartbeat import RunError
 
 LAYER = LayerConfig(
     AttentionConfig(heads=4, kv_heads=2, head_dim=4, qk_norm=True), MLPConfig(width=12)

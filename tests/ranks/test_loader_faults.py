@@ -24,7 +24,7 @@ from tests.ranks.test_data_path import FIELDS, RandomSource, lane_stream, packin
 
 import longshore
 from longshore.data import steps as loader
-from longshore.data.batches import BatchSize
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import Groups, Topology, make_topology
 from longshore.plan import make_plan

@@ -11,8 +11,7 @@ from tests.ranks.losses_by_hand import BY_HAND, FIELDS, alone, samples_with_fiel
 from tests.ranks.piped import deep, staged
 from tests.ranks.spine import exact
 
-from longshore.data.pack import pack_step
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, pack_step
 from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_data_path import RandomSource, packing
 
-from longshore.data.batches import BatchSize
+from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan

@@ -22,9 +22,8 @@ from tests.ranks.test_data_path import (
 
 from longshore.batch import Counts
 from longshore.data import steps
-from longshore.data.batches import BatchSize, Place
-from longshore.data.pack import pack_step
-from longshore.data.shard import count_targets, cut_shards, cut_tokens, lane_cuts
+from longshore.data.pack import count_targets, cut_shards, cut_tokens, lane_cuts, pack_step
+from longshore.data.source import BatchSize, Place
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import make_topology
 from longshore.plan.layout import parse_layout

@@ -11,19 +11,17 @@ from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, 
 from tests.ranks.steps import trained
 
 from longshore.arch.decoder import LoRAConfig
-from longshore.data.batches import Place
-from longshore.data.fields import Field
-from longshore.data.pack import pack_step
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, pack_step
+from longshore.data.source import Field, Place
 from longshore.data.steps import Step
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.plan import make_plan
+from longshore.train.heartbeat import RunError
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
-from longshore.train.stop import RunError
 
 LENGTHS = [40, 7, 1, 2, 16]
 

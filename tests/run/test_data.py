@@ -9,9 +9,8 @@ from tests.data.rows import from_rows
 from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
-from longshore.data.fields import parse_field
 from longshore.data.prepare import prepare
-from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.source import MemorySource, TokenizedSample, parse_field
 from longshore.data.store import write_store
 from longshore.run.data import (
     Readable,

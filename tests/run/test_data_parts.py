@@ -12,8 +12,7 @@ from tests.data.tiny import word_tokenizer
 from tests.run.sequences import open_config
 
 from longshore.config import check_config, load_config
-from longshore.data.fields import Field
-from longshore.data.source import TokenizedSample
+from longshore.data.source import Field, TokenizedSample
 from longshore.data.store import write_store
 from longshore.run.data import prepare_text, text_folders, text_is_ready
 

@@ -8,7 +8,7 @@ import pytest
 from longshore.arch.presets import preset
 from longshore.config import load_config
 from longshore.config.schema import GraphConfig
-from longshore.data.batches import Batches, BatchSize
+from longshore.data.source import Batches, BatchSize
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting, MicroBatchSizes
 from longshore.run import auto

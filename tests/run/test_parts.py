@@ -11,8 +11,7 @@ from tests.hf.test_adapter import make_gpt2
 
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
-from longshore.data.fields import Field
-from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.source import Field, MemorySource, TokenizedSample
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import config_keys
 from longshore.plan import Sequence, check, make_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from longshore.config.load import load_config
-from longshore.run.folder import newest_runs, reached_step, write_config
-from longshore.run.resume import OpenRun, Start, _open, change_config, changed_settings, check_steps
+from longshore.run.folder import OpenRun, newest_runs, reached_step, write_config
+from longshore.run.resume import Start, _open, change_config, changed_settings, check_steps
 from longshore.train.checkpoint_files import CheckpointIndex, begin_save, finish_save
 
 

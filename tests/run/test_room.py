@@ -8,8 +8,7 @@ import pytest
 from longshore.arch.costs import parameter_count
 from longshore.cli.main import main
 from longshore.config import decoder_config, load_config
-from longshore.data.fields import Field
-from longshore.data.source import TokenizedSample
+from longshore.data.source import Field, TokenizedSample
 from longshore.data.store import write_store
 from longshore.distributed.process_group import alone
 from longshore.run import folder as room

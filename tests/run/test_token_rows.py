@@ -20,7 +20,7 @@ from tests.run.sequences import open_config
 
 from longshore.cli.main import main
 from longshore.config import check_config, decoder_config, load_config
-from longshore.data.fields import Field
+from longshore.data.source import Field
 from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 from longshore.run.data import open_stream

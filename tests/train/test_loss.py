@@ -8,9 +8,8 @@ import pytest
 import torch
 from tests.data.plans import FIELDS, counts_of, make_samples
 
-from longshore.data.fields import parse_field
-from longshore.data.pack import pack_step
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.pack import cut_shards, lane_cuts, pack_step
+from longshore.data.source import parse_field
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan import make_plan
 from longshore.train.loss import Loss, check_fields, make_loss, masked_values

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from longshore.data.batches import BatchSize
-from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.source import BatchSize, MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Loader
 from longshore.plan import make_plan
 from longshore.plan.cost import CostProfile

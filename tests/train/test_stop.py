@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from longshore.train import stop as module
-from longshore.train.heartbeat import RankStatus
-from longshore.train.stop import Interrupted, exit_code, stop_on_signals
+from longshore.train import heartbeat as module
+from longshore.train.heartbeat import Interrupted, RankStatus, exit_code, stop_on_signals
 
 
 @pytest.fixture

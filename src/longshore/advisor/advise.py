@@ -33,7 +33,7 @@ from longshore.advisor.candidates import (
     with_graphs,
 )
 from longshore.config.schema import ModelConfig, toml_value, write_toml
-from longshore.data.batches import Batches, BatchSize, Place
+from longshore.data.source import Batches, BatchSize, Place
 from longshore.plan.graph_use import choose_cap
 
 PLANNED = 12

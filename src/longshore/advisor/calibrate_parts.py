@@ -38,9 +38,8 @@ from longshore.arch.presets import preset
 from longshore.batch import SeqContext, whole_context
 from longshore.model.decoder import Block, Head
 from longshore.model.init import fill_of
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters, rope_tables
 from longshore.model.registry import table_makers
-from longshore.model.rope import rope_tables
 from longshore.ops.boundaries import chunk_rows
 
 Case = tuple[int, ...]

@@ -31,8 +31,7 @@ from longshore.advisor.machine import MachineProfile
 from longshore.advisor.step_time import RunShape, step_seconds
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Counts, MicroBatch
-from longshore.data.pack import pack_step
-from longshore.data.shard import count_targets, cut_shards, lane_cuts
+from longshore.data.pack import count_targets, cut_shards, lane_cuts, pack_step
 from longshore.data.source import TokenizedSample
 from longshore.distributed.process_group import alone, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology

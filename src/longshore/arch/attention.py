@@ -35,7 +35,6 @@ from longshore.arch.part import (
     Product,
     Saved,
     Sharing,
-    causal_pairs,
     visible_rows,
 )
 from longshore.arch.rope import RopeConfig, YarnScaling
@@ -332,3 +331,9 @@ def _buffers(key: int, value: int, *, shared: bool, item: int) -> int:
     if item < FLOAT32_BYTES:
         return (key + value) * FLOAT32_BYTES if shared else 0
     return (3 * key + 2 * value) * item
+
+
+def causal_pairs(length: int, *, window: int | None = None) -> int:
+    """Pairs of a token and one it sees: 5 tokens make 15, with a window of 2 only 9."""
+    near = length if window is None else min(window, length)
+    return near * (near + 1) // 2 + (length - near) * near

@@ -13,8 +13,6 @@ predicted by its FLOPs and bytes:
     CUDA graphs       graph_layer
     experts           routed_experts, expert_parameters, dispatched, dispatch_saved, id_rows,
                       balanced
-
-    causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """
 
 from dataclasses import dataclass, field, replace
@@ -257,12 +255,6 @@ def check_part(part: object) -> None:
         raise ValueError(
             f"{name} has no {lacking[0]}; a part of a layer must have {required}, {more}"
         )
-
-
-def causal_pairs(length: int, *, window: int | None = None) -> int:
-    """Pairs of a token and one it sees: 5 tokens make 15, with a window of 2 only 9."""
-    near = length if window is None else min(window, length)
-    return near * (near + 1) // 2 + (length - near) * near
 
 
 def visible_rows(tokens: int, cp_size: int) -> int:

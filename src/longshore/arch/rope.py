@@ -1,7 +1,7 @@
 """Rotary position embeddings and their scaling beyond the trained length. Pure Python.
 
-In: numbers. Out: frozen configs, checked; model/rope.py computes the tables. With theta 10,000 and
-64 dims in a head, dims i and i + 32 rotate by 10,000^(−i/32) per token.
+In: numbers. Out: frozen configs, checked; model/norm_rope.py computes the tables. With theta 10,000
+and 64 dims in a head, dims i and i + 32 rotate by 10,000^(−i/32) per token.
 """
 
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | Lon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embeddings of a head; model/rope.py computes the tables."""
+    """Rotary position embeddings of a head; model/norm_rope.py computes the tables."""
 
     theta: float = 10_000.0
     """The base of the frequencies."""

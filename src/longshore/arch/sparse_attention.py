@@ -15,7 +15,8 @@ and an entry, so that H heads of D dims have 4·H·D·25 FLOPs in the core.
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from longshore.arch.part import Part, Product, Saved, causal_pairs
+from longshore.arch.attention import causal_pairs
+from longshore.arch.part import Part, Product, Saved
 from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
 from longshore.settings import check_counts, check_more_than
 

@@ -22,7 +22,7 @@ from longshore.arch.presets import preset
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.config.schema import listed
-from longshore.data.batches import Batches, BatchSize, Place
+from longshore.data.source import Batches, BatchSize, Place
 from longshore.files import write_atomically
 from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths

@@ -97,9 +97,9 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 def _prepare(args: argparse.Namespace) -> "Summary":
     from longshore.config.schema import split_list
-    from longshore.data.fields import parse_field
     from longshore.data.inputs import MAX_BYTES
     from longshore.data.prepare import prepare, show_progress
+    from longshore.data.source import parse_field
 
     try:
         with show_progress(sys.stderr) as progress:

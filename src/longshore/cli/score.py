@@ -16,7 +16,7 @@ from longshore.cli.train import MOST_RANKS, ranks_of_run, run_on_ranks
 from longshore.config.check import check_config
 from longshore.config.load import load_config
 from longshore.config.schema import RunConfig
-from longshore.data.fields import Field, parse_field
+from longshore.data.source import Field, parse_field
 from longshore.distributed.process_group import Ranks, ranks_from_environment
 
 SCORE_HELP = """\

@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from longshore.config.schema import DataConfig, RunConfig, in_keys
-from longshore.data.fields import Field, check_declared, parse_field
 from longshore.data.inputs import Input, files_of, find_inputs, matches
 from longshore.data.mock import mock_lengths
 from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
+from longshore.data.source import Field, check_declared, parse_field
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.files import parse_json

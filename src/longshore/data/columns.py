@@ -22,15 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from longshore.data.fields import TAKEN, Field
 from longshore.data.source import (
     ADVANTAGES,
     OLD_LOGPROBS,
     PAIR,
     REF_LOGPROBS,
     SIGN,
+    TAKEN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    Field,
     SampleError,
 )
 

@@ -25,22 +25,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.data.fields import Array, Field
-from longshore.data.pack import Piece, merge
-from longshore.data.shard import (
+from longshore.data.pack import (
     Cut,
+    Piece,
     Shards,
     cut_shards,
     cut_spans,
     cut_tokens,
     id_columns,
     mask_columns,
+    merge,
     needed_fields,
 )
-from longshore.data.source import TokenizedSample
+from longshore.data.source import Array, Field, TokenizedSample
 from longshore.distributed.collectives import all_to_all, broadcast
 from longshore.distributed.topology import Groups
-from longshore.plan.layout import StageInputs
+from longshore.plan.layout import NO_INPUTS, StageInputs
 from longshore.plan.shapes import route
 from longshore.plan.types import Plan
 
@@ -236,7 +236,7 @@ def make_lane_parcels(
     to_stages = {
         other: routes.cut(samples, needed)
         for other, needed in enumerate(stages)
-        if is_cut_here and not everywhere and other != mine and needed.any
+        if is_cut_here and not everywhere and other != mine and needed != NO_INPUTS
     }
     is_copy = not (is_cut_here or is_awaited)
     return LaneParcels(

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.data.fields import Field
-from longshore.data.source import Ints, TokenizedSample, checked_index
+from longshore.data.source import Field, TokenizedSample, checked_index
+from longshore.plan.cost import Ints
 from longshore.plan.lengths_file import read_lengths
 
 IDS, STEPS, NOISE = 64, 4, 16

@@ -37,7 +37,6 @@ from typing import Any, TextIO, TypeVar
 
 from longshore.data.chats import RENAMED, has_renamed_roles
 from longshore.data.columns import sides
-from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import (
     MAX_BYTES,
     Range,
@@ -58,7 +57,7 @@ from longshore.data.prepare_job import (
     write_record,
 )
 from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections, rejections_of
-from longshore.data.source import SampleError, TokenizedSample
+from longshore.data.source import Field, SampleError, TokenizedSample, parse_field
 from longshore.data.store import (
     MANIFEST,
     Manifest,

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from longshore.batch import Counts, MicroBatch, TableMaker
-from longshore.data.batches import ORDER, Batches, BatchSize, Place
 from longshore.data.exchange import (
     LaneParcels,
     ParcelRoutes,
@@ -39,17 +38,36 @@ from longshore.data.exchange import (
     make_lane_parcels,
     open_parcels,
 )
-from longshore.data.fields import Field
-from longshore.data.pack import context_batches, pack_step
-from longshore.data.shard import Shards, count_targets, cut_shards, lane_cuts
-from longshore.data.source import IndexedSource, TokenizedSample, source_digest
+from longshore.data.pack import (
+    Shards,
+    context_batches,
+    count_targets,
+    cut_shards,
+    lane_cuts,
+    pack_step,
+)
+from longshore.data.source import (
+    ORDER,
+    Batches,
+    BatchSize,
+    Field,
+    IndexedSource,
+    Place,
+    TokenizedSample,
+    source_digest,
+)
 from longshore.data.stream import LaneStream, TextStream
-from longshore.distributed.agreement import agreed, on_any_rank, same_on_all_ranks
-from longshore.distributed.collectives import broadcast_over_lane, gather_rows
+from longshore.distributed.collectives import (
+    agreed,
+    broadcast_over_lane,
+    gather_rows,
+    on_any_rank,
+    same_on_all_ranks,
+)
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
 from longshore.plan.cost import Ints
-from longshore.plan.layout import Layout, StageInputs
+from longshore.plan.layout import NO_INPUTS, Layout, StageInputs
 from longshore.plan.types import Plan, Sequence
 
 Planner = Callable[[Seq[Sequence]], Plan]
@@ -375,7 +393,7 @@ class IndexedSteps(Steps):
     def _batches(self, plan: Plan, indices: Ints) -> list[MicroBatch]:
         """This rank's micro-batches, from the sequences its lane has a part in."""
         counts, inputs = self._counts(plan, indices), self.inputs
-        if not inputs.any:
+        if inputs == NO_INPUTS:
             return self.without_data(plan, counts)
         cuts = lane_cuts(plan, self.lane)
         wanted = dict.fromkeys(cut.sequence for cut in cuts)
@@ -519,7 +537,7 @@ class StreamedSteps(Steps):
     ) -> LaneParcels | None:
         """What this rank sends and receives to get its shards; None where it needs none."""
         assert self.groups is not None
-        if not self.inputs.any:
+        if self.inputs == NO_INPUTS:
             return None
         depths = self.packing.depths
         routes = ParcelRoutes(plan, lengths.owners, self.lane, depths=depths, fields=self.fields)

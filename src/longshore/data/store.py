@@ -31,9 +31,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from longshore.data.fields import Array, Field, check_declared, parse_field
-from longshore.data.source import Ints, TokenizedSample, checked_index
+from longshore.data.source import (
+    Array,
+    Field,
+    TokenizedSample,
+    check_declared,
+    checked_index,
+    parse_field,
+)
 from longshore.files import open_sealed, parse_json, reason, sealed_json
+from longshore.plan.cost import Ints
 
 HEAD = 64
 """Values of a loss mask that the index has."""

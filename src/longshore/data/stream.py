@@ -22,10 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-from longshore.data.batches import GAMMA, LIMIT, shuffled
-from longshore.data.fields import Field
 from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
-from longshore.data.source import SampleError, TokenizedSample, draw_order
+from longshore.data.source import (
+    GAMMA,
+    LIMIT,
+    Field,
+    SampleError,
+    TokenizedSample,
+    draw_order,
+    shuffled,
+)
 from longshore.data.tokenize import SampleTokenizer
 
 PIECES = 8

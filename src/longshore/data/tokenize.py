@@ -46,8 +46,14 @@ from longshore.data.columns import (
     text_of,
     without_nulls,
 )
-from longshore.data.fields import Field, check_declared, collect_fields
-from longshore.data.source import LARGEST_TOKEN, Ints, SampleError, TokenizedSample
+from longshore.data.source import (
+    LARGEST_TOKEN,
+    Field,
+    SampleError,
+    TokenizedSample,
+    check_declared,
+    collect_fields,
+)
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -55,6 +61,7 @@ from longshore.data.training_templates import (
     choose_template,
     is_file_choice,
 )
+from longshore.plan.cost import Ints
 from longshore.settings import LossOn, TooLong, names_of
 
 if TYPE_CHECKING:

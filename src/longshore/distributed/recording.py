@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.distributed.agreement import agreed
+from longshore.distributed.collectives import agreed, marks
 from longshore.distributed.topology import Groups
 
 KINDS = {
@@ -87,11 +87,9 @@ class Operation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """What this process issued so far, background threads left out; `where`: see `mark`."""
+    """What this process issued so far, background threads left out."""
 
     operations: list[Operation] = field(default_factory=list)
-    where: str = ""
-    marks: int = 1
 
     def note(self, kind: str, args: Sequence[Any]) -> None:
         """Lists one call of an operator of c10d with these arguments."""
@@ -100,15 +98,15 @@ class Recording:
         if len(ranks) == 1 or threading.current_thread().name.startswith(BACKGROUND):
             return
         amount = min(sum(t.nbytes for t in ts) for arg in args if (ts := _tensors(arg)))
-        operation = Operation(kind, ranks, amount, self.where)
+        operation = Operation(kind, ranks, amount, marks.where)
         if kind in ("send", "receive"):
             me, peer, tag = dist.get_rank(), ranks[args[2]], args[3]
             pair = (me, peer) if kind == "send" else (peer, me)
-            operation = Operation(kind, pair, amount, f"message {tag}", batch=self.marks)
+            operation = Operation(kind, pair, amount, f"message {tag}", batch=marks.count)
         elif kind == "all_to_all":
             receives, sends = _parts(args[0], args[3:4], ranks), _parts(args[1], args[4:5], ranks)
             others = sum(receives) - receives[ranks.index(dist.get_rank())]
-            operation = Operation(kind, ranks, others, self.where, sends, receives)
+            operation = Operation(kind, ranks, others, marks.where, sends, receives)
         self.operations.append(operation)
 
 
@@ -157,13 +155,6 @@ def _note_and_go_on(
         recording.note(kind, args)
     # c10d has kernels for devices only: autograd's place is free. torch 2.11 to 2.13 have the name.
     return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
-def mark(where: str) -> None:
-    """Says what this rank does from here on; messages between two marks are issued together."""
-    for recording in _recordings:
-        recording.where = where
-        recording.marks += 1
 
 
 @contextmanager

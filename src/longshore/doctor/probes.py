@@ -26,9 +26,9 @@ from longshore.ops import (
     experts,
     pointwise,
     reference,
-    rope,
     ssd,
 )
+from longshore.ops import pointwise as rope
 from longshore.ops.backends import chosen, only
 
 LENGTHS = (1, 5, 10)

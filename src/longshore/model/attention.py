@@ -74,12 +74,10 @@ from longshore.model.interface import (
     forward_steps,
     joined,
 )
-from longshore.model.norm import RMSNorm
-from longshore.model.rope import Tables
+from longshore.model.norm_rope import RMSNorm, Tables
 from longshore.ops.attention import attention, attention_backward, attention_forward, sinks_gradient
 from longshore.ops.linear import projected, whole_weight
-from longshore.ops.pointwise import sigmoid_gate
-from longshore.ops.rope import rotate, rotate_both
+from longshore.ops.pointwise import rotate, rotate_both, sigmoid_gate
 from longshore.ops.sizes import expanded_values, heads_at_once
 from longshore.settings import AttentionKind
 

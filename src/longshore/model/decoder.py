@@ -61,9 +61,8 @@ from longshore.model.interface import (
     call_part,
 )
 from longshore.model.lora import add_factors
-from longshore.model.norm import RMSNorm
+from longshore.model.norm_rope import RMSNorm, Tables, rope_tables
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.model.rope import Tables, rope_tables
 from longshore.ops.cross_entropy import OutputLayer, linear_cross_entropy, softcapped
 from longshore.plan.layout import Stage, one_stage
 

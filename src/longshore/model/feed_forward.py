@@ -9,7 +9,7 @@ hidden states (T, C) and the context. Out: (T, C), and what the experts did: the
 balance loss and how many tokens each got. Padding goes to no expert and counts nowhere; every
 expert gets a gradient in every round, zeros where no token chose it.
 
-The router works in float32 at least, its weight too (see model/norm.py), because a rounded score
+The router works in float32 at least, its weight too (model/norm_rope.py), because a rounded score
 sends a token elsewhere. With 4 experts, K = 2 and scores .4 .3 .2 .1 a token goes to experts 0 and
 1 with weights 4/7 and 3/7; a bias of .2 on expert 2 would send it to 0 and 2 with 4/6 and 2/6,
 since a bias chooses and does not weigh. Where a frozen table chooses by token ids (hash_rows), the
@@ -36,7 +36,7 @@ from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.ops.experts import expert_mlp
 from longshore.ops.linear import LowRank, projected
 from longshore.ops.pointwise import clipped, gated_linear

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from longshore.arch.decoder import HyperConfig
 from longshore.model.fill import NORMAL, ONES, ZEROS, Fill
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.ops.pointwise import collapse, expand, project
 
 FILLS: dict[str, Fill] = {"weight": NORMAL, "base": ZEROS, "scale": ONES}

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
-from longshore.model.rope import Tables
+from longshore.model.norm_rope import Tables
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan.layout import Stage
 from longshore.settings import AttentionKind, ScanKind
@@ -167,18 +167,17 @@ class Exchanges:
     attention: AttentionKind = "auto"
     scan: ScanKind = "auto"
 
-    def of(self, pack: PackContext) -> Exchange:
-        if pack.group.cp_size != 1:
-            raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, but this model is not set up for "
-                "context parallelism; call parallelize(model, …), or plan with max_cp=1"
-            )
-        return Exchange(pack)
+    def shared(self, pack: PackContext) -> Exchange:
+        """The exchange of a pack that several lanes share."""
+        raise ValueError(
+            f"a pack is shared by {pack.group.cp_size} lanes, but this model is not set up for "
+            "context parallelism; call parallelize(model, …), or plan with max_cp=1"
+        )
 
     def each(self, ctx: SeqContext) -> Iterator[Exchange]:
         """In the order of the packs, which is the same on all lanes that share one."""
         for pack in ctx.packs:
-            yield self.of(pack)
+            yield Exchange(pack) if pack.group.cp_size == 1 else self.shared(pack)
 
     def sum_counts(self, ctx: SeqContext, counts_SE: Tensor) -> None:
         """Adds up integer counts (S + 1, …) of sequences over all that have tokens of them."""

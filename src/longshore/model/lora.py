@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LayerConfig, LoRAConfig
 from longshore.model.feed_forward import AdaptedGatedLinear, GatedLinear
 from longshore.model.fill import ZEROS, Fill, fill_rows
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.linear import AdaptedLinear, LowRank, adapt
 

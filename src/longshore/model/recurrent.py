@@ -64,8 +64,7 @@ from longshore.batch import SeqContext
 from longshore.model.fill import CONV, DECAY_RATES, ONES, RESIDUAL, STEP_BIASES, Fill
 from longshore.model.host_tables import HostTableMaker, delta_tables, ssd_tables
 from longshore.model.interface import LOCAL, Exchange, Exchanges, Rows, ThreeStepMixer, over_packs
-from longshore.model.norm import Float32Parameters, NormAfterGate, NormBeforeGate
-from longshore.model.rope import Tables
+from longshore.model.norm_rope import Float32Parameters, NormAfterGate, NormBeforeGate, Tables
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv
 from longshore.ops.delta_rule import prepare_heads

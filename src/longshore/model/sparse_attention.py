@@ -55,13 +55,12 @@ from longshore.model.interface import (
     ThreeStepMixer,
     joined,
 )
-from longshore.model.norm import Float32Parameters, RMSNorm
+from longshore.model.norm_rope import Float32Parameters, RMSNorm, Tables, rope_at
 from longshore.model.recurrent import copied
-from longshore.model.rope import Tables, rope_at
 from longshore.ops.boundaries import table, to_device
 from longshore.ops.indexer import choose, index_loss, pooled
 from longshore.ops.linear import projected, whole_weight
-from longshore.ops.rope import rotate
+from longshore.ops.pointwise import rotate
 from longshore.ops.sparse_attention import RowRanges, row_ranges, sparse_attention
 from longshore.plan.entries import (
     Spans,

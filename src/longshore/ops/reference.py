@@ -23,7 +23,7 @@ Pooled groups of rows, entry by entry: the twin of ops/indexer.py.
 
 In and out: as there, differentiable by plain autograd. Rows 2 and 6 with equal gates give 4.
 
-Rotary position embeddings as a product of complex numbers: the twin of ops/rope.py.
+Rotary position embeddings as a product of complex numbers: the twin of ops/pointwise.py.
 
 In and out: as there. (1, 3) is 1 + 3i; rotated by 90°, times i, it is −3 + 1i.
 

@@ -61,9 +61,7 @@ class CPExchanges(Exchanges):
         self.scan = scan
         self.row_ranks = row_ranks
 
-    def of(self, pack: PackContext) -> Exchange:
-        if pack.group.cp_size == 1:
-            return Exchange(pack)
+    def shared(self, pack: PackContext) -> Exchange:
         return GroupExchange(pack, self.groups.group(pack.group.first_lane, pack.group.cp_size))
 
     def sum_counts(self, ctx: SeqContext, counts_SE: Tensor) -> None:

@@ -30,7 +30,7 @@ from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import Experts
 from longshore.model.interface import LanguageModel
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.settings import ShardMode
 
 

@@ -51,8 +51,7 @@ from longshore.arch.cuts import TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.memory import sent_width
 from longshore.batch import MicroBatch
-from longshore.distributed.collectives import sum_over
-from longshore.distributed.recording import mark
+from longshore.distributed.collectives import marks, sum_over
 from longshore.distributed.topology import Topology, destroy_groups, new_group_if_in
 from longshore.model.decoder import Decoder
 from longshore.model.interface import LanguageModel, Output, Reader
@@ -394,12 +393,12 @@ class Executor:
         current = _Pass(self, batches, queue, handlers)
         for entry in queue:
             if isinstance(entry, Action):
-                mark(f"{entry.kind} of round {entry.round}, stage {entry.stage}")
+                marks.set(f"{entry.kind} of round {entry.round}, stage {entry.stage}")
                 current.run(entry)
             else:
-                mark("messages")
+                marks.set("messages")
                 current.mailbox.post(entry)
-        mark("")
+        marks.set("")
         if self.layout.pp > 1:
             current.mailbox.finish()
         self.most_graphs = current.most_graphs

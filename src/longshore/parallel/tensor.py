@@ -270,8 +270,6 @@ def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple
 @torch.no_grad()
 def sum_gradients(model: nn.Module, topology: Topology) -> None:
     """Adds up the gradients of what several TP ranks have alike; each rank gets the sum."""
-    if topology.tp == 1:
-        return
     group = topology.groups.tp
     whole, copied = list[Tensor](), list[tuple[Tensor, int]]()
     for parameter, cut in trained_parameters(model):

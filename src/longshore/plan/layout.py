@@ -48,10 +48,9 @@ class StageInputs:
             *(getattr(self, name) or getattr(other, name) for name in StageInputs.__slots__)
         )
 
-    @property
-    def any(self) -> bool:
-        """Whether the rank needs tensors besides the context, which follows from the plan."""
-        return any(getattr(self, name) for name in StageInputs.__slots__)
+
+NO_INPUTS = StageInputs(*[False] * len(StageInputs.__slots__))
+"""The context alone, which follows from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Layout:
 
     def inputs(self, pp_rank: int) -> StageInputs:
         """What the stages of a rank read."""
-        result = StageInputs(*[False] * len(StageInputs.__slots__))
+        result = NO_INPUTS
         for number in self.of_rank(pp_rank):
             stage = self.stages[number]
             result |= stage.inputs(depths=self.depths)

@@ -35,7 +35,7 @@ from longshore.config.check import (
     shared_heads,
 )
 from longshore.config.schema import GraphConfig, RunConfig
-from longshore.data.batches import Batches, Place
+from longshore.data.source import Batches, Place
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (
     BUCKETS,

@@ -41,9 +41,7 @@ from longshore.config.check_data import (
     tokenizer_of,
 )
 from longshore.config.schema import DataConfig, HeldOutConfig, RunConfig, in_keys
-from longshore.data.batches import Batches, BatchSize
 from longshore.data.columns import ALL
-from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mock import MockSource
 from longshore.data.prepare import (
@@ -62,12 +60,15 @@ from longshore.data.source import (
     SIGN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    Batches,
+    BatchSize,
+    Field,
     IndexedSource,
-    Ints,
     Joined,
     Mixture,
     TokenizedSample,
     groups_of,
+    parse_field,
     sequence_values,
     source_digest,
 )
@@ -75,6 +76,7 @@ from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.files import new_folder, printable
+from longshore.plan.cost import Ints
 from longshore.plan.planner import PlaceError
 from longshore.plan.types import Plan, policy_named
 from longshore.plan.types import Sequence as PlanSequence

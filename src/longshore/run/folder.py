@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import chain, count
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.schema import RunConfig
-from longshore.data.fields import Field
+from longshore.data.source import Field
 from longshore.files import SPARE, free_bytes, size_text
 from longshore.plan.cost import Ints
 from longshore.train.checkpoint_files import newest_complete
@@ -36,6 +37,42 @@ TRIES = 1000
 LOCK = ".lock"
 WAIT_S = 15.0  # for the ranks of a run that was just killed
 SHOWN_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """The run that is trained, locked by rank 0."""
+
+    folder: Path
+    """Where it writes."""
+    is_resumed: bool
+    """An earlier run is in the folder."""
+    changes: tuple[str, ...] = ()
+    """Settings that differ from the earlier run's, as text; on rank 0 only."""
+    note: str = ""
+    """Another line for the user, or ""; on rank 0 only."""
+    is_forced: bool = False
+    """It resumes with other data too."""
+    lock: TextIOWrapper | None = None
+    """Held by rank 0; None elsewhere, and where a file system does not count links."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody has deleted or moved the folder; known to rank 0 only."""
+        if self.lock is None:
+            return False
+        try:
+            os.stat(self.folder / LOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # a file system that does not answer now
+        return os.fstat(self.lock.fileno()).st_nlink == 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody has put another run there since."""
+        return self.is_lost and (self.folder / CONFIG).exists()
 
 
 def check_run_folder(folder: str) -> None:
@@ -142,17 +179,6 @@ def lock_run(run: Path, job: str) -> TextIOWrapper:
         file.write(job)
         file.flush()
         return file
-
-
-def is_lost(run: Path, lock: TextIOWrapper) -> bool:
-    """Whether the run's folder was deleted, moved or replaced since it was locked."""
-    try:
-        os.stat(run / LOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False  # a file system that does not answer now
-    return os.fstat(lock.fileno()).st_nlink == 0
 
 
 def job_of(run: Path) -> str | None:

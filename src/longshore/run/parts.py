@@ -40,13 +40,11 @@ from longshore.config.check import (
 )
 from longshore.config.check_data import loss_columns
 from longshore.config.schema import RunConfig, in_keys
-from longshore.data.fields import Field
-from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, Field, IndexedSource
 from longshore.data.steps import IndexedSteps, Loader, Packing, Steps, StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
-from longshore.distributed.agreement import AnyRank, agreed
-from longshore.distributed.collectives import gather
+from longshore.distributed.collectives import AnyRank, agreed, gather
 from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.files import size_text
@@ -95,13 +93,12 @@ from longshore.train.device import (
 )
 from longshore.train.display import startup_notes
 from longshore.train.evaluation import HeldOut
-from longshore.train.heartbeat import RankStatus
+from longshore.train.heartbeat import RankStatus, Stop, supervised
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.record import check_trackers
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
-from longshore.train.stop import Stop, supervised
 
 
 def check_before_text(config: RunConfig) -> None:

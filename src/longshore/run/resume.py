@@ -37,12 +37,12 @@ from longshore.config.load import NOT_THE_DEMO, load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
+    OpenRun,
     check_disks,
     check_new_folder,
     check_run_folder,
     check_writable,
     find_run,
-    is_lost,
     job_of,
     keep_config,
     lock_run,
@@ -51,8 +51,9 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
-from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
-from longshore.train.stop import FOLDER as HEARTBEATS
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers
+from longshore.train.heartbeat import HEARTBEATS
+from longshore.train.record import writing
 
 if TYPE_CHECKING:
     from longshore.data.steps import Loader
@@ -92,34 +93,6 @@ def start_from_environment() -> Start:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     name = f"process {os.getppid()}" if job == "none" else job
     return Start(attempt=int(count) if count.isdecimal() else 0, job=name)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRun:
-    """The run that is trained, locked by rank 0."""
-
-    folder: Path
-    """Where it writes."""
-    is_resumed: bool
-    """An earlier run is in the folder."""
-    changes: tuple[str, ...] = ()
-    """Settings that differ from the earlier run's, as text; on rank 0 only."""
-    note: str = ""
-    """Another line for the user, or ""; on rank 0 only."""
-    is_forced: bool = False
-    """It resumes with other data too."""
-    lock: TextIOWrapper | None = None
-    """Held by rank 0; None elsewhere, and where a file system does not count links."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether somebody has deleted or moved the folder; known to rank 0 only."""
-        return self.lock is not None and is_lost(self.folder, self.lock)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether somebody has put another run there since."""
-        return self.is_lost and (self.folder / CONFIG).exists()
 
 
 def recipe_of(run: Path, *, asked_by: str) -> str:
@@ -239,7 +212,7 @@ def open_run(
 
     All checks come first. steps: of the whole run.
     """
-    from longshore.distributed.agreement import agreed
+    from longshore.distributed.collectives import agreed
 
     with ExitStack() as locked:
         mine = OpenRun(Path(), False)
@@ -300,7 +273,7 @@ def load_checkpoint(
 
     Returns the steps and the updates done, and notes for the user. All ranks call it together.
     """
-    from longshore.distributed.agreement import agreed
+    from longshore.distributed.collectives import agreed
     from longshore.train.checkpoint import same_data
 
     if not run.is_resumed:
@@ -329,7 +302,7 @@ def load_checkpoint(
 
 def keep_settings(config: RunConfig, run: OpenRun, topology: "Topology", *, step: int) -> None:
     """Writes the settings of a resumed run, whose first step has just worked with them."""
-    from longshore.distributed.agreement import agreed
+    from longshore.distributed.collectives import agreed
 
     if not run.is_resumed:
         return
@@ -349,7 +322,7 @@ def change_config(config: RunConfig, run: OpenRun, *, step: int) -> None:
 
 def restore_folder(config: RunConfig, run: OpenRun, topology: "Topology") -> None:
     """Makes a lost folder again, with what it takes to resume from a checkpoint in it."""
-    from longshore.distributed.agreement import agreed
+    from longshore.distributed.collectives import agreed
 
     with agreed(topology.groups):
         if topology.rank == 0:

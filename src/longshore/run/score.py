@@ -25,19 +25,19 @@ from torch import Tensor
 from longshore.batch import IGNORE, MicroBatch
 from longshore.config.check_data import MANIFEST
 from longshore.config.schema import RunConfig
-from longshore.data.batches import Place
-from longshore.data.fields import Array, Field
 from longshore.data.source import (
     REF_LOGPROBS,
+    Array,
+    Field,
     IndexedSource,
+    Place,
     TokenizedSample,
     source_digest,
 )
 from longshore.data.steps import IndexedSteps, Step
 from longshore.data.store import Store, write_store
 from longshore.data.stream import TextStream
-from longshore.distributed.agreement import agreed
-from longshore.distributed.collectives import sum_over
+from longshore.distributed.collectives import agreed, sum_over
 from longshore.distributed.process_group import Ranks
 from longshore.files import new_folder
 from longshore.hf.lora import find_base

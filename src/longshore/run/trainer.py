@@ -32,7 +32,7 @@ from longshore.arch.costs import step_flops
 from longshore.config.load import load_config
 from longshore.config.schema import RunConfig
 from longshore.data.steps import Step
-from longshore.distributed.agreement import PeerError, agreed
+from longshore.distributed.collectives import PeerError, agreed
 from longshore.distributed.process_group import Ranks, alone, loopback, ranks_from_environment
 from longshore.ops.backends import kernels_line
 from longshore.parallel.pipeline import Model, Timestamp
@@ -65,11 +65,10 @@ from longshore.train.checkpoint import Position, nothing_shared
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
 from longshore.train.display import has_step
-from longshore.train.heartbeat import SAVING
+from longshore.train.heartbeat import SAVING, RunError
 from longshore.train.optimizer import Schedule
 from longshore.train.record import EVALS, LossWatch, RunRecord, explain, refining, stage_times
 from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_step, read_step
-from longshore.train.stop import RunError
 
 Metrics = dict[str, Any]
 """What metrics.jsonl has of a step, or evals.jsonl of an evaluation, by its names there."""

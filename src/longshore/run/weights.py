@@ -25,7 +25,7 @@ from torch import Tensor
 from longshore.arch.costs import parameter_count
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
-from longshore.distributed.agreement import PeerError, write_on_rank_0
+from longshore.distributed.collectives import PeerError, write_on_rank_0
 from longshore.distributed.topology import Groups
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
@@ -39,9 +39,10 @@ from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import Model, tensor_names
 from longshore.run.folder import CONFIG, check_new_folder
 from longshore.run.parts import TrainingJob
-from longshore.train.checkpoint_files import DamagedError, read_index, writing
+from longshore.train.checkpoint_files import DamagedError, read_index
+from longshore.train.heartbeat import RunError
+from longshore.train.record import writing
 from longshore.train.safetensors_stream import CheckpointTensors
-from longshore.train.stop import RunError
 
 Item = TypeVar("Item")
 
@@ -56,7 +57,7 @@ def write_shared(
     check: Callable[[], int] = lambda: 0,
     every: int = 1,
 ) -> None:
-    """All ranks call it together; see distributed/agreement.py.
+    """All ranks call it together; see distributed/collectives.py.
 
     target: what is written. then: the advice after an error, once its cause is gone. check: refuses
     on rank 0 what cannot be written, before the first item, and returns the bytes it will take.

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.arch.cuts import TensorCut
-from longshore.distributed.agreement import PeerError, agreed
-from longshore.distributed.collectives import gather_rows
+from longshore.distributed.collectives import PeerError, agreed, gather_rows
 from longshore.distributed.topology import Groups, Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.pipeline import EmbeddingCopies, Model, Timestamp, cut_tensors_by_name
@@ -44,7 +43,7 @@ from longshore.train.checkpoint_files import (
     saved_steps,
 )
 from longshore.train.checkpoint_storage import TensorBlock, load_blocks, save_blocks, whole_block
-from longshore.train.stop import RunError
+from longshore.train.heartbeat import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

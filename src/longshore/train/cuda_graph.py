@@ -82,8 +82,7 @@ from longshore.model.interface import (
     ThreeStepMixer,
     with_loss,
 )
-from longshore.model.norm import Float32Parameters
-from longshore.model.rope import Tables
+from longshore.model.norm_rope import Float32Parameters, Tables
 from longshore.plan.graph_use import GRAPH_WAYS, GraphSetting, GraphWay, graph_way
 
 Outputs = tuple[Tensor, ...]

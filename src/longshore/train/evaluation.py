@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from longshore.batch import MicroBatch
-from longshore.data.batches import Place
+from longshore.data.source import Place
 from longshore.data.steps import IndexedSteps
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output

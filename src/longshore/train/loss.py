@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch, Targets
-from longshore.data.fields import Field
+from longshore.data.source import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
 from longshore.model.interface import Reader

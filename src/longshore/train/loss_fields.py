@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longshore.data.fields import Field, Per
 from longshore.data.source import (
     ADVANTAGES,
     OLD_LOGPROBS,
@@ -20,6 +19,8 @@ from longshore.data.source import (
     SIGN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    Field,
+    Per,
 )
 
 SOURCES = {

@@ -27,7 +27,7 @@ from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
-from longshore.model.norm import Float32Parameters
+from longshore.model.norm_rope import Float32Parameters
 from longshore.parallel.fsdp import local_part
 from longshore.parallel.shards import counted_part, trained_parameters
 from longshore.plan.layout import Layout

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from longshore.distributed.agreement import agreed
-from longshore.distributed.collectives import max_over, sum_over
+from longshore.distributed.collectives import agreed, max_over, sum_over
 from longshore.distributed.topology import Groups
 from longshore.plan.cost import CostProfile, parse_profile
 from longshore.plan.refine import (

@@ -40,8 +40,7 @@ from torch.optim import AdamW
 from longshore.batch import Depth, MicroBatch, Targets
 from longshore.data.source import PAIR
 from longshore.data.steps import Step
-from longshore.distributed.agreement import agreed
-from longshore.distributed.collectives import sum_over
+from longshore.distributed.collectives import agreed, sum_over
 from longshore.distributed.recording import compared
 from longshore.distributed.topology import Topology
 from longshore.model.interface import Output
@@ -62,11 +61,10 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.device import out_of_memory, peak_memory
 from longshore.train.display import StepMetrics
 from longshore.train.evaluation import reshard
-from longshore.train.heartbeat import RankStatus
+from longshore.train.heartbeat import RankStatus, RunError
 from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
 from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
 from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
-from longshore.train.stop import RunError
 
 GIB = 2**30
 
@@ -354,7 +352,8 @@ class Stepper:
             reader=self.loss.reader(inputs),
         )
         times = self.executor.run(batches, queue, handlers)
-        sum_gradients(self.model, self.topology)
+        if self.topology.tp > 1:
+            sum_gradients(self.model, self.topology)
         if self.copies is not None:
             self.copies.sum_gradients()
         total = torch.stack(each).sum(dim=0)

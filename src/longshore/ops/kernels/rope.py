@@ -1,7 +1,7 @@
 """Rotary embeddings in Triton, with the norm of each head before them in the same kernel.
 
-In and out: as ops/rope.py; x may be a view with strides, the last dim contiguous. A row is one head
-of one token: with 16 heads row 35 is head 3 of token 2. Its dims are three parts: `first` and
+In and out: as ops/pointwise.py; x may be a view with strides, the last dim contiguous. A row is one
+head of one token: with 16 heads row 35 is head 3 of token 2. Its dims are three parts: `first` and
 `second`, which rotate together, and the rest. For D = 192, R = 32 and start 128 these are dims 128
 to 159, 160 to 191 and 0 to 127.
 
