@@ -5,8 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import examples
 
-from longshore.plan.layout import NO_INPUTS, (
+from longshore.plan.layout import (
     LONGEST_TEXT,
+    NO_INPUTS,
     Layout,
     Stage,
     StageInputs,
