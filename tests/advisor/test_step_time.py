@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.arch.machines import PART, make_machine
+from tests.advisor.machines import PART, make_machine
 
 from longshore.advisor.step_time import (
     RunShape,

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tests.arch.machines import PART, make_machine
+from tests.advisor.machines import PART, make_machine
 
 from longshore.advisor.calibrate import StepSample, UpdateSample, fit_overheads
 from longshore.advisor.calibrate_parts import (
