@@ -43,7 +43,7 @@ def test_what_ranks_read() -> None:
     ]
     assert layout.inputs(0) == StageInputs(True, False, True, False, False, False)
     assert layout.inputs(1) == layout.stages[3].inputs(depths=1)
-    assert not nothing.any
+    assert nothing == NO_INPUTS
     assert layout.inputs(1) != NO_INPUTS
     assert parse_layout("E|t|L", pp=3, layers=1).inputs(1) == NO_INPUTS
     # Without depths the head has no targets of any.
