@@ -51,8 +51,8 @@ from longshore.config.schema import (
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import PlaceError, plan_setting, plan_step
-from longshore.plan.shapes import make_buckets, rank_refusals, sync_refusals
-from longshore.plan.types import DEFAULT_POLICY, PlanSetting, policy_named
+from longshore.plan.shapes import make_buckets, sync_refusals
+from longshore.plan.types import DEFAULT_POLICY, PlanSetting, policy_named, rank_refusals
 from longshore.settings import GraphLayer, names_of
 from longshore.user_code import (
     check_module_exists,

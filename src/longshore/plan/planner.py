@@ -23,7 +23,6 @@ from longshore.plan.policies import Choice, Rounds, Task, load_policy, step_boun
 from longshore.plan.shapes import (
     check_buckets,
     legal_cp_sizes,
-    rank_refusals,
     sync_refusals,
     usable_capacity,
 )
@@ -36,6 +35,7 @@ from longshore.plan.types import (
     Stats,
     plan_digest,
     policy_names,
+    rank_refusals,
 )
 from longshore.settings import Sync, names_of
 
