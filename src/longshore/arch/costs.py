@@ -36,8 +36,9 @@ from its mixer.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig, parts_of
 from longshore.arch.memory import (
@@ -225,113 +226,83 @@ def auto_capacity(
     have; a lane may be full of its shard of one.
     """
     ranks = (
-        RankMemory(config, replace(how, pp_rank=pp_rank), memory_bytes, cp_sizes).capacity()
-        for pp_rank in range(how.stages(config).pp)
+        _rank_capacity(config, replace(how, pp_rank=rank), memory=memory_bytes, cp_sizes=cp_sizes)
+        for rank in range(how.stages(config).pp)
     )
     return min(ranks, key=lambda rank: rank[0])
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What a pipeline rank needs; without a pipeline there is one."""
+def _rank_capacity(
+    config: DecoderConfig, how: RankSetting, *, memory: int, cp_sizes: Sequence[int]
+) -> tuple[int, list[str]]:
+    """auto_capacity of one pipeline rank."""
+    model, token, layout = model_bytes(config, how), token_bytes(config, how), how.stages(config)
+    layers, item = rank_layers(config, how), item_bytes(how.dtype)
+    has_head = any(layout.stages[number].head for number in layout.of_rank(how.pp_rank))
+    free = memory // KEPT_FREE
+    usable, fixed = memory - free - model.total, token.saved + token.working
 
-    config: DecoderConfig
-    """The whole model."""
-    how: RankSetting
-    """How the rank trains."""
-    memory_bytes: int
-    """What it has."""
-    cp_sizes: Sequence[int]
-    """Those that a pack may have."""
+    def loss_at(tokens: int) -> int:
+        tp = how.axes.tp
+        return logits_bytes(config, tokens, dtype=how.dtype, tp=tp) if has_head else 0
 
-    def exchanged(self, tokens: int) -> tuple[int, int]:
+    def exchanged_at(tokens: int) -> tuple[int, int]:
         """The most bytes, and the CP size that needs them, negative."""
-        layers = rank_layers(self.config, self.how)
-        item, sharing = item_bytes(self.how.dtype), self.how.sharing
-        return max(
-            (exchanged_by(layers, size, tokens, sharing=sharing, item=item), -size)
-            for size in self.cp_sizes
+        of = partial(exchanged_by, layers, tokens=tokens, sharing=how.sharing, item=item)
+        return max((of(size), -size) for size in cp_sizes)
+
+    def is_too_much(steps: int) -> bool:
+        tokens = steps * STEP_TOKENS
+        return fixed * tokens + exchanged_at(tokens)[0] + loss_at(tokens) > usable
+
+    most = max(0, usable // (STEP_TOKENS * fixed))
+    # All below one that fits fit too.
+    capacity = STEP_TOKENS * bisect_left(range(1, most + 1), True, key=is_too_much)
+    tokens = max(capacity, STEP_TOKENS)
+    loss, (in_layer, cp_size) = loss_at(tokens), exchanged_at(tokens)
+    gathered = -(-in_layer // tokens)
+    each, left = fixed + gathered, usable - loss
+    lines = [
+        f"memory {_size(memory)}, {_size(free)} of it kept free",
+        _model_line(model, how, layout),
+        f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
+        f"a token {_size(each)}: {_size(token.saved)} saved"
+        f"{' for all rounds in flight' if layout.pp > 1 else ''}"
+        f"{', blocks recomputed' if how.recompute else ''}, {_size(token.working)} in "
+        f"backward, {_size(gathered)} gathered or expanded by a layer at CP size {-cp_size}",
+    ]
+    if (largest := max(cp_sizes)) > 1:
+        rows = f"{capacity * largest:,} tokens of a full pack"
+        lines.append(f"at CP size {largest} a lane's layer reads up to {rows}")
+    lines.append(f"capacity {_size(max(left, 0))} / {_size(each)} = {capacity} tokens")
+    if not capacity:
+        ways = ", or ".join(_ways_out(how, largest))
+        raise ValueError(
+            f"not even {STEP_TOKENS} tokens fit into a lane's memory: "
+            f"{_size(STEP_TOKENS * each - left)} are missing; {ways}\n" + "\n".join(lines)
         )
-
-    def loss(self, tokens: int) -> int:
-        layout, how = self.how.stages(self.config), self.how
-        if not any(layout.stages[number].head for number in layout.of_rank(how.pp_rank)):
-            return 0
-        return logits_bytes(self.config, tokens, dtype=how.dtype, tp=how.axes.tp)
-
-    def capacity(self) -> tuple[int, list[str]]:
-        """Tokens, and how they are calculated."""
-        model, token = model_bytes(self.config, self.how), token_bytes(self.config, self.how)
-        memory = self.memory_bytes
-        free = memory // KEPT_FREE
-        room = memory - free - model.total
-        fixed = token.saved + token.working
-
-        def fits(steps: int) -> bool:
-            tokens = steps * STEP_TOKENS
-            return fixed * tokens + self.exchanged(tokens)[0] + self.loss(tokens) <= room
-
-        capacity = STEP_TOKENS * _largest(room // (STEP_TOKENS * fixed), fits)
-        tokens = max(capacity, STEP_TOKENS)
-        loss, (in_layer, cp_size) = self.loss(tokens), self.exchanged(tokens)
-        gathered = -(-in_layer // tokens)
-        lines = [
-            f"memory {_size(memory)}, {_size(free)} of it kept free",
-            *self._lines(model, token, loss=loss, gathered=gathered, cp_size=-cp_size),
-            *_shared_pack(capacity, max(self.cp_sizes)),
-            f"capacity {_size(max(room - loss, 0))} / {_size(fixed + gathered)} = "
-            f"{capacity} tokens",
-        ]
-        if not capacity:
-            raise ValueError(
-                _no_room(room - loss, fixed + gathered, ways=self._ways(), lines=lines)
-            )
-        return capacity, lines
-
-    def _lines(
-        self, model: ModelBytes, token: TokenBytes, *, loss: int, gathered: int, cp_size: int
-    ) -> list[str]:
-        axes, layout = self.how.axes, self.how.stages(self.config)
-        piped = layout.pp > 1
-        rank = f" of pipeline rank {self.how.pp_rank} in {layout}" if piped else ""
-        split = f", tp {axes.tp}, ep {axes.ep}" if axes.splits_layers else ""
-        return [
-            f"model {_size(model.total)}{rank} with {axes.shard} over {axes.lanes} lanes{split}: "
-            f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
-            f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
-            f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
-            f"a token {_size(token.saved + token.working + gathered)}: {_size(token.saved)} saved"
-            f"{' for all rounds in flight' if piped else ''}"
-            f"{', blocks recomputed' if self.how.recompute else ''}, {_size(token.working)} in "
-            f"backward, {_size(gathered)} gathered or expanded by a layer at CP size {cp_size}",
-        ]
-
-    def _ways(self) -> list[str]:
-        return [
-            *([] if self.how.recompute else ["recompute blocks in backward"]),
-            *([] if self.how.axes.shard == "zero3" else ["shard the model as zero3"]),
-            *([] if max(self.cp_sizes) == 1 else ["allow only smaller CP sizes"]),
-            "use more lanes or a smaller model",
-        ]
+    return capacity, lines
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits, where all below one that fits do; else 0."""
-    return bisect_left(range(1, max(most, 0) + 1), True, key=lambda number: not fits(number))
-
-
-def _shared_pack(capacity: int, cp_size: int) -> list[str]:
-    rows = capacity * cp_size
-    line = f"at CP size {cp_size} a lane's layer reads up to {rows:,} tokens of a full pack"
-    return [line] if cp_size > 1 else []
-
-
-def _no_room(room: int, each: int, *, ways: list[str], lines: list[str]) -> str:
-    lacking = STEP_TOKENS * each - room
+def _model_line(model: ModelBytes, how: RankSetting, layout: Layout) -> str:
+    axes = how.axes
+    rank = f" of pipeline rank {how.pp_rank} in {layout}" if layout.pp > 1 else ""
+    split = f", tp {axes.tp}, ep {axes.ep}" if axes.splits_layers else ""
     return (
-        f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
-        f"{', or '.join(ways)}\n" + "\n".join(lines)
+        f"model {_size(model.total)}{rank} with {axes.shard} over {axes.lanes} lanes{split}: "
+        f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
+        f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}"
     )
+
+
+def _ways_out(how: RankSetting, largest_cp: int) -> Iterator[str]:
+    if not how.recompute:
+        yield "recompute blocks in backward"
+    if how.axes.shard != "zero3":
+        yield "shard the model as zero3"
+    if largest_cp > 1:
+        yield "allow only smaller CP sizes"
+    yield "use more lanes or a smaller model"
 
 
 def _size(amount: int) -> str:

@@ -276,7 +276,7 @@ class Axes:
     pp: int = 1
     """Pipeline parallelism."""
     vpp: int = 1
-    """Stages of each pipeline rank."""
+    """Stages of each pipeline rank, unless a layout by hand has others."""
     ep: int = 1
     """Expert parallelism: ranks of a pipeline rank that share one set of experts."""
     shard: ShardChoice = "auto"
