@@ -26,8 +26,9 @@ from results import machine as machine_line
 from results import table, write_section
 
 from longshore.advisor.candidate_time import StepTimer
-from longshore.advisor.candidates import AdviceTask, Candidate, LaneLoad, ModelAxes, memory_of
+from longshore.advisor.candidates import AdviceTask, Candidate, LaneLoad, memory_of
 from longshore.advisor.machine import load_machine
+from longshore.arch.memory import ALONE
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
@@ -65,7 +66,7 @@ def predict(name: str, capacity: int, *, gpu: bool, profile: str) -> dict[str, A
         batch=count,
         dtype="float32" if machine.dtype == "float32" else "bfloat16",
     )
-    candidate = Candidate(axes=ModelAxes(lanes=1), capacity=capacity, max_cp=1)
+    candidate = Candidate(axes=ALONE, capacity=capacity, max_cp=1)
     step = StepTimer(task).planned(candidate, lengths.tolist())
     load = LaneLoad.of([step.plan])
     peak = memory_of(task, candidate, [step.plan]).peak

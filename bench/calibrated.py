@@ -32,7 +32,6 @@ from longshore.advisor.calibrate_parts import Case, Reference, make_module, runn
 from longshore.advisor.lone_steps import Outcome, check_steps, make_stepper, one_lane, random_steps
 from longshore.advisor.machine import MachineProfile, load_machine
 from longshore.advisor.step_time import (
-    RunShape,
     Work,
     block_works,
     end_works,
@@ -43,7 +42,7 @@ from longshore.advisor.step_time import (
 )
 from longshore.advisor.timing import Clock, Timer, free
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.memory import ITEM_BYTES
+from longshore.arch.memory import ALONE, ITEM_BYTES
 from longshore.arch.presets import preset
 from longshore.train.device import pick_device, pick_dtype, prefer_blas
 
@@ -149,7 +148,6 @@ def part_cases(capacity: int) -> list[tuple[int, ...]]:
 
 def explain(profile: Any, decoder: DecoderConfig, step: Any) -> None:  # noqa: ANN401
     """What the prediction of the first step is made of, in milliseconds."""
-    shape = RunShape(lanes=1, shard="none", dtype=profile.dtype, recompute=False)
     item = ITEM_BYTES[profile.dtype]
     for lengths, tokens in zip(step.rounds, step.tokens, strict=True):
         padding = [tokens - sum(lengths)] if tokens > sum(lengths) else []
@@ -161,9 +159,9 @@ def explain(profile: Any, decoder: DecoderConfig, step: Any) -> None:  # noqa: A
             device = 1e3 * times * (each.forward + each.backward)
             host = 1e3 * times * each.host
             print(f"    {work.kind:<10} × {times:<3} device {device:9.3f} ms, host {host:9.3f} ms")
-        busy = round_busy(profile, decoder, lengths, tokens=tokens, shape=shape)
+        busy = round_busy(profile, decoder, lengths, tokens=tokens)
         print(f"  round: device {1e3 * busy.device:.3f} ms, host {1e3 * busy.host:.3f} ms")
-    busy = update_busy(profile, decoder, shape=shape)
+    busy = update_busy(profile, decoder, ALONE)
     print(f"  update: device {1e3 * busy.device:.3f} ms, host {1e3 * busy.host:.3f} ms", flush=True)
 
 

@@ -20,6 +20,7 @@ from longshore.advisor.peak_memory import (
     communicator_bytes,
     joined_groups,
 )
+from longshore.plan.types import Axes
 
 WANTED = 1.4
 FROM_LANES = 128
@@ -165,7 +166,7 @@ def _plans(outcomes: list[ScaleOutcome]) -> str:
 def largest_job(lanes: int) -> tuple[JoinedGroup, ...]:
     """The groups of a rank where every axis is used and the embedding is tied."""
     tp, pp, ep = LARGEST
-    return joined_groups(lanes=lanes, tp=tp, pp=pp, ep=ep, copies=2)
+    return joined_groups(Axes(lanes=lanes, tp=tp, pp=pp, ep=ep), copies=2)
 
 
 def _groups(outcomes: list[ScaleOutcome]) -> str:
@@ -174,7 +175,7 @@ def _groups(outcomes: list[ScaleOutcome]) -> str:
     rows = []
     for (tp, pp, ep), copies in (((1, 1, 1), 1), (LARGEST, 2)):
         for lanes in _lanes(outcomes):
-            groups = joined_groups(lanes=lanes, tp=tp, pp=pp, ep=ep, copies=copies)
+            groups = joined_groups(Axes(lanes=lanes, tp=tp, pp=pp, ep=ep), copies=copies)
             on_gpu = [group for group in groups if group.on_gpu]
             on_host = [group for group in groups if not group.on_gpu]
             rows.append(

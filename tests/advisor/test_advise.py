@@ -25,7 +25,6 @@ from longshore.advisor.candidates import (
     Candidate,
     LaneLoad,
     MemoryCheck,
-    ModelAxes,
     all_candidates,
     capacities,
     cp_limits,
@@ -34,13 +33,15 @@ from longshore.advisor.candidates import (
 )
 from longshore.advisor.machine import load_machine
 from longshore.advisor.peak_memory import LARGER_BYTES, PAIR_BYTES
-from longshore.advisor.step_time import RunShape, step_seconds
+from longshore.advisor.step_time import step_seconds
 from longshore.arch.costs import parameter_count, step_flops
 from longshore.arch.decoder import LoRAConfig
+from longshore.arch.memory import ALONE
 from longshore.arch.presets import preset
 from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
+from longshore.plan.types import Axes
 
 GIB = 1 << 30
 H200 = load_machine("h200")
@@ -163,11 +164,8 @@ def test_freezing_saves_the_gradients_of_weights():
     """Products have one gradient instead of two, and factors some of their own."""
     full = preset("qwen3-8b", layers=8)
     lora = replace(full, lora=LoRAConfig(16, 32.0))
-    shape = RunShape(lanes=1, shard="none", dtype="bfloat16", recompute=False)
     rounds = [[16384]] * 64
-    seconds = [
-        step_seconds(H200, each, rounds, tokens=[16384] * 64, shape=shape) for each in (full, lora)
-    ]
+    seconds = [step_seconds(H200, each, rounds, tokens=[16384] * 64) for each in (full, lora)]
     flops = [step_flops(each, [16384]) for each in (full, lora)]
     assert flops[1] / flops[0] == pytest.approx(0.73, abs=0.02)
     assert flops[1] / flops[0] < seconds[1] / seconds[0] < 0.85
@@ -215,30 +213,26 @@ def test_axes_are_legal():
     assert {axes.tp for axes in legal_axes(task_of(gpus=6))} == {1, 2}
 
 
+def way(**axes):
+    return Candidate(axes=Axes(**{"shard": "none", **axes}), capacity=1024, max_cp=1)
+
+
 def test_lanes_wait_only_where_they_must():
-    assert ModelAxes(lanes=8, shard="zero2").sync == "step"
-    assert ModelAxes(lanes=8, shard="zero3").sync == "round"
-    assert (
-        ModelAxes(lanes=4, pp=2).sync
-        == ModelAxes(lanes=8, ep=2).sync
-        == ModelAxes(lanes=1).sync
-        == "round"
-    )
+    assert way(lanes=8, shard="zero2").sync == "step"
+    assert way(lanes=8, shard="zero3").sync == "round"
+    assert way(lanes=4, pp=2).sync == way(lanes=8, ep=2).sync == way(lanes=1).sync == "round"
 
 
 def test_simpler_is_less_complex():
-    plain, rising = (
-        ModelAxes(lanes=8),
-        [ModelAxes(lanes=8, shard="zero3"), ModelAxes(lanes=4, tp=2)],
-    )
-    rising += [ModelAxes(lanes=2, tp=4), ModelAxes(lanes=2, tp=2, pp=2)]
-    sizes = [axes.complexity for axes in (plain, *rising)]
+    rising = [way(lanes=8), way(lanes=8, shard="zero3"), way(lanes=4, tp=2)]
+    rising += [way(lanes=2, tp=4), way(lanes=2, tp=2, pp=2)]
+    sizes = [each.complexity for each in rising]
     assert sizes == sorted(sizes)
 
 
 def test_capacities_and_cp_limits():
     task = task_of(gpus=8, lengths=[40_000, 100, 100], batch=3)
-    axes = ModelAxes(lanes=8)
+    axes = Axes(lanes=8, shard="none")
     assert capacities(task, axes)[0] == 8192, "8 lanes of 4,096 do not hold 40,000"
     assert cp_limits(task, axes, 8192) == [8]
     assert cp_limits(task, axes, 16_384) == [4, 8]
@@ -248,9 +242,9 @@ def test_capacities_and_cp_limits():
 
 def test_memory_counts_communicators_and_cuda():
     task = task_of(gpus=4)
-    alone = memory_of(task_of(gpus=1), Candidate(axes=ModelAxes(lanes=1), capacity=1024, max_cp=1))
+    alone = memory_of(task_of(gpus=1), Candidate(axes=ALONE, capacity=1024, max_cp=1))
     assert (alone.communicators, alone.context, alone.graphs) == (0, CONTEXT_BYTES, 0)
-    lanes = Candidate(axes=ModelAxes(lanes=4, shard="zero3"), capacity=1024, max_cp=2)
+    lanes = Candidate(axes=Axes(lanes=4, shard="zero3"), capacity=1024, max_cp=2)
     assert memory_of(task, lanes).communicators == LARGER_BYTES + PAIR_BYTES
     graphed = memory_of(task, replace(lanes, graph=True))
     assert graphed.graphs == task.memory // 10
@@ -266,7 +260,7 @@ def test_what_needs_more_than_one_that_does_not_fit_is_skipped(monkeypatch):
         return memory_of(*given)
 
     monkeypatch.setattr("longshore.advisor.candidates.memory_of", counted)
-    small = Candidate(axes=ModelAxes(lanes=1), capacity=8192, max_cp=1)
+    small = Candidate(axes=ALONE, capacity=8192, max_cp=1)
     assert not check.fits(small)
     assert not check.fits(replace(small, capacity=16_384))
     assert len(calls) == 1
@@ -275,16 +269,16 @@ def test_what_needs_more_than_one_that_does_not_fit_is_skipped(monkeypatch):
 def test_exchange_of_tensor_and_expert_parallelism():
     timer = StepTimer(task_of("qwen3-30b-a3b", gpus=8))
     inside, layers, row = H200.byte_gathered(across=False), 48, 2048 * 2
-    split = timer.exchange(ModelAxes(lanes=4, tp=2))
+    split = timer.exchange(Axes(lanes=4, tp=2, shard="none"))
     assert split == pytest.approx(8 * row * layers / 2 * inside)
-    shared = timer.exchange(ModelAxes(lanes=8, ep=4))
+    shared = timer.exchange(Axes(lanes=8, ep=4, shard="none"))
     assert shared == pytest.approx(4 * row * layers * 4 * 3 / 4 * inside)
-    assert timer.exchange(ModelAxes(lanes=8)) == 0
+    assert timer.exchange(Axes(lanes=8, shard="none")) == 0
 
 
 def test_weights_of_shared_experts_travel_less():
     timer = StepTimer(task_of("qwen3-30b-a3b", gpus=8))
-    travel = [timer._travel(ModelAxes(lanes=8, ep=ep, shard="zero3")) for ep in (1, 2, 8)]
+    travel = [timer._travel(Axes(lanes=8, ep=ep, shard="zero3")) for ep in (1, 2, 8)]
     assert travel[0] > travel[1] > travel[2] > 0
     count = parameter_count(timer.task.decoder)
     gathered = count * 7 / 8 * (2 * 2 + 4) * H200.byte_gathered(across=False)
@@ -294,14 +288,13 @@ def test_weights_of_shared_experts_travel_less():
 def test_one_lane_takes_what_the_predictor_says():
     task = task_of("qwen3-0.6b", gpus=1, gib=139.8, lengths=[900, 800, 700, 600, 500], batch=5)
     timer = StepTimer(task)
-    candidate = Candidate(axes=ModelAxes(lanes=1), capacity=4096, max_cp=1)
+    candidate = Candidate(axes=ALONE, capacity=4096, max_cp=1)
     step = timer.planned(candidate, task.lengths.tolist())
     expected = step_seconds(
         H200,
         task.decoder,
         [[900, 800, 700, 600, 500]],
         tokens=[3500],
-        shape=timer.shape(candidate.axes),
     )
     assert (step.tokens, len(step.plan.rounds)) == (3500, 1)
     assert step.seconds == pytest.approx(expected)
@@ -310,7 +303,7 @@ def test_one_lane_takes_what_the_predictor_says():
 def test_a_part_of_a_large_step_is_scaled_up():
     task = task_of("qwen3-0.6b", gpus=2, gib=139.8, lengths=[512] * 64, batch=64)
     timer = StepTimer(task)
-    candidate = Candidate(axes=ModelAxes(lanes=2), capacity=4096, max_cp=1)
+    candidate = Candidate(axes=Axes(lanes=2, shard="none"), capacity=4096, max_cp=1)
     half, whole = (
         timer.planned(candidate, [512] * count, of=64 * 512).seconds for count in (32, 64)
     )
@@ -319,7 +312,7 @@ def test_a_part_of_a_large_step_is_scaled_up():
 
 def test_the_load_of_plans():
     task = task_of("qwen3-0.6b", gpus=2, gib=139.8, lengths=[6000, 512, 300], batch=3)
-    candidate = Candidate(axes=ModelAxes(lanes=2), capacity=4096, max_cp=2)
+    candidate = Candidate(axes=Axes(lanes=2, shard="none"), capacity=4096, max_cp=2)
     plan = StepTimer(task).planned(candidate, [6000, 512, 300]).plan
     load = LaneLoad.of([plan, plan])
     shared = max(pack.tokens_per_lane for _, pack in plan.packs() if pack.cp_size == 2)
@@ -331,7 +324,7 @@ def test_the_load_of_plans():
 def test_groups_are_no_larger_than_they_need_to_be():
     task = task_of("qwen3-0.6b", gpus=8, gib=139.8, lengths=[500] * 256, batch=256)
     timer, samples = StepTimer(task), list(sample_steps(task, 1))
-    wide = Candidate(axes=ModelAxes(lanes=8), capacity=16_384, max_cp=8)
+    wide = Candidate(axes=Axes(lanes=8, shard="none"), capacity=16_384, max_cp=8)
     best = _choice(timer, wide, 1.0, samples)
     assert _with_smallest_groups(timer, best, samples).candidate == replace(wide, max_cp=1)
 

@@ -12,7 +12,7 @@ from longshore.advisor.calibrate import CalibrationOptions, Grid, calibrate
 from longshore.advisor.calibrate_parts import make_module, references, runnable
 from longshore.advisor.lone_steps import Outcome, median_error, random_steps
 from longshore.advisor.machine import load_machine
-from longshore.advisor.step_time import RunShape, round_busy
+from longshore.advisor.step_time import round_busy
 from longshore.advisor.timing import Clock
 from longshore.arch.presets import preset
 from longshore.cli.main import main
@@ -46,8 +46,7 @@ def test_everything_is_measured_in_turn(small, monkeypatch):
     assert arithmetic == {"graph_host", "message", "gather at CP size 8", "gather at CP size 16"}
     assert any("steps of 1 blocks" in line for line in lines)
     assert all(part.host == 0 for part in last.parts), "on a CPU the host computes"
-    shape = RunShape(lanes=1, shard="none", dtype="float32", recompute=True)
-    assert round_busy(last, TINY, [40], tokens=48, shape=shape).seconds > 0
+    assert round_busy(last, TINY, [40], tokens=48, recompute=True).seconds > 0
 
 
 def test_without_time_the_rest_stays_arithmetic_and_is_named(small, monkeypatch):

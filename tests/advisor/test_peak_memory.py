@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from longshore.advisor.peak_memory import WORKSPACE, RankSetting, expected_peak
+from longshore.advisor.peak_memory import WORKSPACE, expected_peak
 from longshore.arch.costs import (
     logits_bytes,
     make_layout,
@@ -16,9 +16,10 @@ from longshore.arch.costs import (
 )
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.memory import ModelSplit
+from longshore.arch.memory import RankSetting
 from longshore.arch.part import Part, Saved, Sharing
 from longshore.arch.presets import preset
+from longshore.plan.types import Axes
 
 GIB = 1 << 30
 LARGEST_PACK = 27_762
@@ -44,13 +45,13 @@ MEASURED = {  # GiB, bench/RESULTS.md, "Speed on one GPU"
 @pytest.mark.parametrize("name", MEASURED)
 def test_within_a_tenth_of_what_an_h200_measured(name):
     decoder, measured = MEASURED[name]
-    peak = expected_peak(decoder, tokens=LARGEST_PACK, rounds=3)
+    peak = expected_peak(decoder, RankSetting(), tokens=LARGEST_PACK, rounds=3)
     assert peak.total / GIB == pytest.approx(measured, rel=0.1)
 
 
 def test_the_parts_of_qwen3_600m():
     decoder = preset("qwen3-0.6b")
-    peak = expected_peak(decoder, tokens=1000, rounds=2)
+    peak = expected_peak(decoder, RankSetting(), tokens=1000, rounds=2)
     count = parameter_count(decoder)
     assert (peak.parameters, peak.gradients) == (6 * count, 4 * count)
     assert (peak.optimizer, peak.other) == (8 * count, WORKSPACE)
@@ -63,19 +64,21 @@ def test_the_parts_of_qwen3_600m():
 
 def test_one_round_has_no_summed_gradients():
     decoder = preset("qwen3-0.6b")
-    one, two = (expected_peak(decoder, tokens=30_000, rounds=rounds) for rounds in (1, 2))
+    one, two = (
+        expected_peak(decoder, RankSetting(), tokens=30_000, rounds=rounds) for rounds in (1, 2)
+    )
     assert two.total - one.total == 4 * parameter_count(decoder)
 
 
 def test_a_large_model_with_few_tokens_peaks_while_gradients_are_reduced():
-    peak = expected_peak(preset("qwen3-30b-a3b", layers=4), tokens=256)
+    peak = expected_peak(preset("qwen3-30b-a3b", layers=4), RankSetting(), tokens=256)
     assert peak.moment == "reduction of gradients"
 
 
 def test_recomputation_keeps_only_the_inputs():
     decoder = preset("qwen3-8b", layers=8)
     plain, again = (
-        expected_peak(decoder, tokens=65_536, how=RankSetting(recompute=recompute))
+        expected_peak(decoder, RankSetting(recompute=recompute), tokens=65_536)
         for recompute in (False, True)
     )
     assert again.activations < plain.activations / 3
@@ -87,8 +90,8 @@ def test_sharding_divides_weights_and_moments():
     count = parameter_count(decoder)
 
     def peak(shard):
-        how = RankSetting(lanes=8, shard=shard)
-        return expected_peak(decoder, tokens=8192, how=how)
+        how = RankSetting(axes=Axes(lanes=8, shard=shard))
+        return expected_peak(decoder, how, tokens=8192)
 
     none, zero2, zero3 = map(peak, ("none", "zero2", "zero3"))
     assert none.optimizer == 8 * count
@@ -130,13 +133,13 @@ def test_more_tokens_need_more_and_kernels_save_no_more_than_the_bound(
     name, layers, tokens, recompute, shard, lanes
 ):
     decoder = preset(name, layers=layers)
-    how = RankSetting(lanes=lanes, shard=shard, recompute=recompute)
-    peak = expected_peak(decoder, tokens=tokens, how=how)
+    how = RankSetting(axes=Axes(lanes=lanes, shard=shard), recompute=recompute)
+    peak = expected_peak(decoder, how, tokens=tokens)
     assert min(peak.parts().values()) >= 0
-    assert expected_peak(decoder, tokens=tokens + 1, how=how).total >= peak.total
-    bound = token_bytes(decoder, dtype="bfloat16", recompute=False)
+    assert expected_peak(decoder, how, tokens=tokens + 1).total >= peak.total
+    bound = token_bytes(decoder, RankSetting(dtype="bfloat16", recompute=False))
     assert peak.activations <= tokens * (bound.saved + bound.working + 2 * decoder.width)
-    model = model_bytes(decoder, lanes=lanes, shard=shard, dtype="bfloat16")
+    model = model_bytes(decoder, RankSetting(axes=Axes(lanes=lanes, shard=shard), dtype="bfloat16"))
     assert peak.optimizer == model.optimizer
     assert peak.loss <= logits_bytes(decoder, tokens, dtype="bfloat16")
 
@@ -145,10 +148,10 @@ def test_more_tokens_need_more_and_kernels_save_no_more_than_the_bound(
 def test_tensor_and_expert_parallelism_need_less(name):
     decoder = preset(name, layers=8)
     ep = 2 if isinstance(decoder.layers[0].mlp, MoEConfig) else 1
-    split = ModelSplit(tp=2, ep=ep)
+    split = Axes(lanes=4, tp=2, ep=ep, shard="none")
     whole, part = (
-        expected_peak(decoder, tokens=16_384, how=RankSetting(lanes=4, split=each))
-        for each in (ModelSplit(), split)
+        expected_peak(decoder, RankSetting(axes=each), tokens=16_384)
+        for each in (Axes(lanes=4, shard="none"), split)
     )
     assert part.parameters < whole.parameters * 0.6
     assert whole.activations / 2 < part.activations < whole.activations
@@ -157,7 +160,7 @@ def test_tensor_and_expert_parallelism_need_less(name):
 def peaks_of_pipeline(decoder: DecoderConfig, pp: int):
     layout = make_layout(decoder, pp=pp, vpp=1)
     return [
-        expected_peak(decoder, tokens=8192, how=RankSetting(layout=layout, pp_rank=rank))
+        expected_peak(decoder, RankSetting(layout=layout, pp_rank=rank), tokens=8192)
         for rank in range(pp)
     ]
 
@@ -171,9 +174,10 @@ def test_the_first_rank_of_a_pipeline_saves_most_rounds():
 
 def test_a_shared_pack_gathers_keys_and_values():
     decoder = preset("qwen3-8b", layers=8)
-    how = RankSetting(lanes=8, cp_size=8, sharing=Sharing("gather", "auto"))
-    shared = expected_peak(decoder, tokens=32_768, how=how)
+    axes = Axes(lanes=8, shard="none")
+    how = RankSetting(axes=axes, sharing=Sharing("gather", "auto"))
+    shared = expected_peak(decoder, how, tokens=32_768, cp_size=8)
     assert shared.exchanged > 0
-    assert shared.total > expected_peak(decoder, tokens=32_768, how=RankSetting(lanes=8)).total
-    few = expected_peak(decoder, tokens=32_768, how=replace(how, shared_tokens=4096))
+    assert shared.total > expected_peak(decoder, RankSetting(axes=axes), tokens=32_768).total
+    few = expected_peak(decoder, how, tokens=32_768, cp_size=8, shared_tokens=4096)
     assert few.exchanged < shared.exchanged / 7

@@ -12,12 +12,13 @@ from longshore.arch.costs import (
     token_bytes,
 )
 from longshore.arch.decoder import HyperConfig
-from longshore.arch.memory import INPUT_BYTES
+from longshore.arch.memory import INPUT_BYTES, RankSetting
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.ops import pointwise as norm
+from longshore.plan.types import Axes
 
 GIB = 1 << 30
 GATHER = Sharing("gather", "auto")
@@ -66,7 +67,7 @@ def test_activations_as_measured(name, dtype, monkeypatch):
     ctx = whole_context((1, 2, 7, 54))
     ids = torch.arange(ctx.tokens)
     measured = saved_bytes(model, lambda: model(ids, ctx, ids).values)
-    estimate = token_bytes(config, dtype=dtype, recompute=False).saved
+    estimate = token_bytes(config, RankSetting(dtype=dtype, recompute=False)).saved
     others = estimate - INPUT_BYTES + SAVED_INPUTS
     assert measured - norm_copies(model, ids, monkeypatch) == ctx.tokens * others
 
@@ -79,20 +80,22 @@ def test_hyper_connections_as_measured():
         config = replace(preset("tiny-qwen3", layers=3), residuals=each)
         model = Decoder(config)
         measured = saved_bytes(model, lambda model=model: model(ids, ctx, ids).values)
-        sizes.append((measured, token_bytes(config, dtype="float32", recompute=False).saved))
+        sizes.append(
+            (measured, token_bytes(config, RankSetting(dtype="float32", recompute=False)).saved)
+        )
     (plain, plain_estimate), (hyper, estimate) = sizes
     added = (hyper - plain) / ctx.tokens / (estimate - plain_estimate)
     assert 0.95 < added <= 1
-    less = token_bytes(config, dtype="bfloat16", recompute=True)
+    less = token_bytes(config, RankSetting(dtype="bfloat16", recompute=True))
     block = 2 * config.row_width
-    assert less.saved < token_bytes(config, dtype="bfloat16", recompute=False).saved
+    assert less.saved < token_bytes(config, RankSetting(dtype="bfloat16", recompute=False)).saved
     assert less.saved > 3 * block
 
 
 def test_recomputation_keeps_inputs():
     config = preset("tiny-llama", layers=5)
-    less = token_bytes(config, dtype="bfloat16", recompute=True)
-    more = token_bytes(config, dtype="bfloat16", recompute=False)
+    less = token_bytes(config, RankSetting(dtype="bfloat16", recompute=True))
+    more = token_bytes(config, RankSetting(dtype="bfloat16", recompute=False))
     block = 1408 * 2 + 10 * 4
     assert more.saved - less.saved == 5 * (block - 64 * 2)
     assert (more.working, less.working) == (block, 2 * block)
@@ -101,17 +104,17 @@ def test_recomputation_keeps_inputs():
 def test_model_bytes():
     config = preset("llama-3.2-1b")
     count = parameter_count(config)
-    none = model_bytes(config, lanes=8, shard="none", dtype="bfloat16")
+    none = model_bytes(config, RankSetting(axes=Axes(lanes=8, shard="none"), dtype="bfloat16"))
     assert (none.parameters, none.gradients, none.optimizer) == (6 * count, 4 * count, 8 * count)
-    zero2 = model_bytes(config, lanes=8, shard="zero2", dtype="bfloat16")
+    zero2 = model_bytes(config, RankSetting(axes=Axes(lanes=8, shard="zero2"), dtype="bfloat16"))
     assert zero2.parameters == count // 8 * 4 + 2 * count
     assert zero2.optimizer == count
-    zero3 = model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16")
+    zero3 = model_bytes(config, RankSetting(axes=Axes(lanes=8, shard="zero3"), dtype="bfloat16"))
     assert (zero3.parameters, zero3.gradients) == (count // 2, count // 2)
     ends = 128_256 * 2048 + 2048
     block = (count - ends) // 16
     assert zero3.gathered == 2 * (2 * block + ends) + 4 * (block + ends)
-    plain = model_bytes(config, lanes=1, shard="none", dtype="float32")
+    plain = model_bytes(config, RankSetting(axes=Axes(lanes=1, shard="none"), dtype="float32"))
     assert plain.total == 16 * count
 
 
@@ -138,17 +141,10 @@ def test_depths_hold_gradients_of_their_own():
     assert more == 2 * (head + hidden)
 
 
-def run_8b(**changes):
-    given = {
-        "memory_bytes": 139 * GIB,
-        "lanes": 8,
-        "shard": "zero3",
-        "dtype": "bfloat16",
-        "recompute": True,
-        "cp_sizes": (1, 2, 4, 8),
-        "sharing": GATHER,
-    }
-    return auto_capacity(preset("qwen3-8b"), **{**given, **changes})
+def run_8b(memory=139 * GIB, cp_sizes=(1, 2, 4, 8), lanes=8, shard="zero3", **changes):
+    given = {"axes": Axes(lanes=lanes, shard=shard), "recompute": True, "sharing": GATHER}
+    how = RankSetting(**{**given, **changes})
+    return auto_capacity(preset("qwen3-8b"), how, memory_bytes=memory, cp_sizes=cp_sizes)
 
 
 def test_capacity():
@@ -169,9 +165,9 @@ def test_capacity():
 
 def fits(name, tokens, memory_bytes):
     config = preset(name)
-    token = token_bytes(config, dtype="bfloat16", recompute=True)
+    token = token_bytes(config, RankSetting(dtype="bfloat16", recompute=True))
     needed = (
-        model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
+        model_bytes(config, RankSetting(axes=Axes(lanes=8, shard="zero3"), dtype="bfloat16")).total
         + logits_bytes(config, tokens, dtype="bfloat16")
         + tokens * (token.saved + token.working)
         + exchanged_by(config.layers, 8, tokens, sharing=GATHER, item=2)
@@ -180,18 +176,17 @@ def fits(name, tokens, memory_bytes):
 
 
 def test_a_small_model_pays_for_small_logits():
-    settings = {"lanes": 8, "shard": "zero3", "dtype": "bfloat16", "recompute": True}
-    settings |= {"cp_sizes": (8,), "sharing": GATHER}
+    how = RankSetting(axes=Axes(lanes=8, shard="zero3"), recompute=True, sharing=GATHER)
     config = preset("tiny-llama")
     memory = 300 << 20
-    capacity, _ = auto_capacity(config, memory_bytes=memory, **settings)
+    capacity, _ = auto_capacity(config, how, memory_bytes=memory, cp_sizes=(8,))
     assert fits("tiny-llama", capacity, memory)
     assert not fits("tiny-llama", capacity + 256, memory)
 
 
 def test_no_room():
     with pytest.raises(ValueError, match="not even 256 tokens fit") as error:
-        run_8b(shard="none", recompute=False, memory_bytes=80 * GIB)
+        run_8b(shard="none", recompute=False, memory=80 * GIB)
     said = str(error.value)
     assert (
         "recompute blocks in backward, or shard the model as zero3, or allow only smaller" in said

@@ -10,8 +10,9 @@ from longshore.arch.cuts import TPRank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.memory import (
+    ALONE,
     INPUT_BYTES,
-    ModelSplit,
+    RankSetting,
     block_saved,
     stage_parameters,
     whole_model,
@@ -19,16 +20,21 @@ from longshore.arch.memory import (
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
+from longshore.plan.layout import Layout
+from longshore.plan.types import Axes
+from longshore.settings import ShardMode
 
 GIB = 1 << 30
-GIVEN = {
-    "lanes": 8,
-    "shard": "zero3",
-    "dtype": "bfloat16",
-    "recompute": True,
-    "cp_sizes": (1, 2),
-    "sharing": Sharing("gather", "auto"),
-}
+
+
+def capacity_of(config: DecoderConfig, memory: int, layout: Layout | None = None, **axes: int):
+    how = RankSetting(
+        axes=Axes(shard="zero3", **axes),
+        recompute=True,
+        layout=layout,
+        sharing=Sharing("gather", "auto"),
+    )
+    return auto_capacity(config, how, memory_bytes=memory, cp_sizes=(1, 2))
 
 
 def counted(config: DecoderConfig, tp: int, ep: int) -> tuple[int, int]:
@@ -63,14 +69,16 @@ def counted(config: DecoderConfig, tp: int, ep: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 4), (2, 4), (4, 2)])
 def test_parameters_are_those_of_the_cuts(name: str, tp: int, ep: int):
     config = preset(name)
-    parameters = stage_parameters(config, whole_model(config).stages[0], ModelSplit(tp=tp, ep=ep))
+    parameters = stage_parameters(
+        config, whole_model(config).stages[0], Axes(lanes=ep, tp=tp, ep=ep)
+    )
     assert (parameters.common, parameters.experts) == counted(config, tp, ep)
 
 
 @pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-nemotron-h"])
 def test_parameters_of_recurrent_mixers(name: str):
     config = preset(name)
-    parameters = stage_parameters(config, whole_model(config).stages[0], ModelSplit(tp=2))
+    parameters = stage_parameters(config, whole_model(config).stages[0], Axes(lanes=1, tp=2))
     assert (parameters.common, parameters.experts) == counted(config, 2, 1)
 
 
@@ -81,9 +89,9 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     common, routed = 4 * 8 + 2 * 4, 8 * 3 * 4 * 8
     tables = 2 * 10 * 4
 
-    def sharded(lanes: int, shard: str, **split: int) -> int:
-        given = {"lanes": lanes, "shard": shard, "dtype": "float32"}
-        return model_bytes(config, **given, split=ModelSplit(**split)).optimizer // 8
+    def sharded(lanes: int, shard: ShardMode, **split: int) -> int:
+        how = RankSetting(axes=Axes(lanes=lanes, shard=shard, **split), dtype="float32")
+        return model_bytes(config, how).optimizer // 8
 
     assert sharded(2, "none", ep=4, tp=2) == common + tables // 2 + routed // 4
     # 8 lanes of 2 TP ranks: each 1/4 of the experts is on 4 ranks.
@@ -98,10 +106,10 @@ def test_what_a_split_block_saves_by_hand():
     """Width 64, an MLP of 192: norm's input and output 64 each, 4·192 inside; float32."""
     mlp = LayerConfig(None, MLPConfig(width=192))
     local = LayerConfig(None, MLPConfig(width=96))
-    whole = block_saved(mlp, 64, item=4, split=ModelSplit())
+    whole = block_saved(mlp, 64, item=4, axes=ALONE)
     assert whole == 4 * (2 * 64 + 4 * 192 + 1)
     # The norm's input and statistic are of half the rows; the MLP reads all rows.
-    split = block_saved(local, 64, item=4, split=ModelSplit(tp=2))
+    split = block_saved(local, 64, item=4, axes=Axes(lanes=1, tp=2))
     assert split == 4 * (64 + 1) // 2 + 4 * (64 + 4 * 96)
 
 
@@ -109,8 +117,8 @@ def test_experts_save_their_own_rows_and_those_that_come():
     part = MoEConfig(experts=8, top_k=2, width=32)
     moe = LayerConfig(None, part)
     whole, tp2, ep8, both = (
-        block_saved(moe, 64, item=2, split=split)
-        for split in (ModelSplit(), ModelSplit(tp=2), ModelSplit(ep=8), ModelSplit(tp=2, ep=8))
+        block_saved(moe, 64, item=2, axes=axes)
+        for axes in (Axes(lanes=8, tp=tp, ep=ep) for ep in (1, 8) for tp in (1, 2))
     )
     assert tp2 == -(-whole // 2)
     # Of two rows that come, weights, ids and where copies are; of two copies, eight numbers each.
@@ -120,8 +128,10 @@ def test_experts_save_their_own_rows_and_those_that_come():
 
 def test_recomputed_blocks_save_a_rank_s_own_rows():
     config = preset("qwen3-8b")
-    given = {"dtype": "bfloat16", "recompute": True}
-    one, four = (token_bytes(config, **given, split=ModelSplit(tp=tp)).saved for tp in (1, 4))
+    one, four = (
+        token_bytes(config, RankSetting(axes=Axes(lanes=1, tp=tp), recompute=True)).saved
+        for tp in (1, 4)
+    )
     layers, width, tables = 36, 4096, 128 * 4
     head = (2 * width + 4) + (2 * width + 4)
     assert one == INPUT_BYTES + tables + layers * width * 2 + head
@@ -140,24 +150,19 @@ def test_capacity_grows_with_the_ranks_of_a_lane():
     memory = 80 * GIB
     capacities = []
     for tp in (1, 2, 4, 8):
-        capacity, lines = auto_capacity(
-            config, memory_bytes=memory, **GIVEN, split=ModelSplit(tp=tp)
-        )
+        capacity, lines = capacity_of(config, memory, lanes=8, tp=tp)
         capacities.append(capacity)
     assert capacities == sorted(set(capacities))
     assert "with zero3 over 8 lanes, tp 8, ep 1:" in lines[1]
     layout = make_layout(config, pp=2, vpp=1)
-    piped, _ = auto_capacity(
-        config, memory_bytes=memory, **GIVEN, layout=layout, split=ModelSplit(tp=2)
-    )
-    assert piped > auto_capacity(config, memory_bytes=memory, **GIVEN, layout=layout)[0]
+    piped, _ = capacity_of(config, memory, layout, lanes=8, tp=2)
+    assert piped > capacity_of(config, memory, layout, lanes=8)[0]
 
 
 def test_experts_over_ranks_make_a_large_model_fit():
     config = preset("deepseek-v3")
-    given = {**GIVEN, "lanes": 32, "memory_bytes": 139 * GIB}
     with pytest.raises(ValueError, match="not even 256 tokens fit"):
-        auto_capacity(config, **given)
-    capacity, lines = auto_capacity(config, **given, split=ModelSplit(tp=8, ep=64))
+        capacity_of(config, 139 * GIB, lanes=32)
+    capacity, lines = capacity_of(config, 139 * GIB, lanes=32, tp=8, ep=64)
     assert capacity >= 4096
     assert "tp 8, ep 64" in lines[1]

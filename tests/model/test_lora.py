@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from longshore.advisor.peak_memory import RankSetting, expected_peak
+from longshore.advisor.peak_memory import expected_peak
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import LoRAConfig
-from longshore.arch.memory import model_bytes, stage_parameters, whole_model
+from longshore.arch.memory import RankSetting, model_bytes, stage_parameters, whole_model
 from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.lora import hold_frozen, is_factor
 from longshore.ops.linear import LowRank, adapt, projected, whole_weight
+from longshore.plan.types import Axes
 from longshore.train.optimizer import make_optimizer
 
 PRESETS = ("tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-nemotron-h", "tiny-qwen3-next")
@@ -98,18 +99,18 @@ def test_memory_counts_factors_and_no_gradients_of_the_base(name):
     assert counted.total == parameter_count(config)
     assert factors <= counted.factors <= 1.5 * factors
     bound, count = counted.factors, counted.total
-    none = model_bytes(config, lanes=4, shard="none", dtype="bfloat16")
+    none = model_bytes(config, RankSetting(axes=Axes(lanes=4, shard="none"), dtype="bfloat16"))
     assert (none.parameters, none.gradients) == (2 * count + 6 * bound, 4 * bound)
     assert none.optimizer == 8 * bound
     for shard in ("zero2", "zero3"):
         lora, whole = (
-            model_bytes(each, lanes=4, shard=shard, dtype="bfloat16")
+            model_bytes(each, RankSetting(axes=Axes(lanes=4, shard=shard), dtype="bfloat16"))
             for each in (config, config.merged())
         )
         assert lora.optimizer == 8 * -(-bound // 4)
         assert lora.total < whole.total / 2
-        how = RankSetting(lanes=4, shard=shard)
-        peaks = [expected_peak(each, tokens=64, how=how) for each in (config, config.merged())]
+        how = RankSetting(axes=Axes(lanes=4, shard=shard))
+        peaks = [expected_peak(each, how, tokens=64) for each in (config, config.merged())]
         assert peaks[0].optimizer == lora.optimizer
         assert peaks[0].total < peaks[1].total
         assert peaks[0].gradients < peaks[1].gradients

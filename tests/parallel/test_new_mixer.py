@@ -18,6 +18,7 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import parameter_count, token_bytes
 from longshore.arch.decoder import DecoderConfig, LayerConfig, decoder_on_tp_rank
 from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.memory import RankSetting
 from longshore.cli.main import main
 from longshore.config import load_config
 from longshore.config.check import graph_layers
@@ -50,8 +51,8 @@ def test_it_is_counted() -> None:
     model = Decoder(config())
     assert parameter_count(config()) == sum(p.numel() for p in model.parameters())
     for predicted in (
-        lambda decoder: expected_peak(decoder, tokens=100_000).total,
-        lambda decoder: token_bytes(decoder, dtype="bfloat16", recompute=False).saved,
+        lambda decoder: expected_peak(decoder, RankSetting(), tokens=100_000).total,
+        lambda decoder: token_bytes(decoder, RankSetting(dtype="bfloat16", recompute=False)).saved,
     ):
         assert predicted(config()) > predicted(without())
     local = decoder_on_tp_rank(config(), 2).layers[0].mixer

@@ -5,6 +5,7 @@ import pytest
 from longshore.plan.cost import CostProfile
 from longshore.plan.lengths_file import demo_lengths, parse_lengths, read_lengths
 from longshore.plan.planner import plan_setting
+from longshore.plan.types import Axes
 
 
 def parse(text):
@@ -99,9 +100,9 @@ def test_a_part_keeps_lines_and_labels():
 
 def test_only_policy_given_reads_the_packs():
     step = parse("length,pack\n5,a\n5,b\n5,a\n")
-    given = step.plan(plan_setting(policy="given", lanes=1, capacity=100))
+    given = step.plan(plan_setting(Axes(lanes=1), policy="given", capacity=100))
     assert sorted(pack.sequences for _, pack in given.packs()) == [(0, 2), (1,)]
-    mixed = step.plan(plan_setting(lanes=1, capacity=100))
+    mixed = step.plan(plan_setting(Axes(lanes=1), capacity=100))
     assert [pack.sequences for _, pack in mixed.packs()] == [(0, 1, 2)]
 
 
@@ -117,12 +118,12 @@ def test_only_policy_given_reads_the_packs():
 def test_the_planners_errors_name_the_line(policy, options, message):
     step = parse("length,pack\n1,a\n1,a\n1,a\n9,a\n9,b\n").part((2, 3))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        step.plan(plan_setting(policy=policy, lanes=1, **options))
+        step.plan(plan_setting(Axes(lanes=1), policy=policy, **options))
 
 
 def test_policy_given_wants_labels():
     with pytest.raises(ValueError, match=r"l\.csv: plan\.policy given needs .* 'length,pack'"):
-        parse("5").plan(plan_setting(policy="given", lanes=1, capacity=8))
+        parse("5").plan(plan_setting(Axes(lanes=1), policy="given", capacity=8))
 
 
 @pytest.mark.parametrize("linear", [1e308, 1e-320])

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 
 from longshore.distributed.topology import (
-    Axes,
     CPGroups,
     check_cp_sizes,
     cp_blocks,
@@ -14,6 +13,7 @@ from longshore.distributed.topology import (
     make_topology,
 )
 from longshore.plan.shapes import legal_cp_sizes
+from longshore.plan.types import Axes
 
 
 def test_blocks_are_aligned_and_leave_the_rest_out():

@@ -13,6 +13,7 @@ from longshore.parallel.fsdp import _replicas
 from longshore.parallel.pipeline import EmbeddingCopies, Stages
 from longshore.plan.layout import parse_layout
 from longshore.plan.shapes import legal_cp_sizes
+from longshore.plan.types import Axes
 
 SHAPES = ((2, 2, 2, 1), (2, 2, 1, 4), (4, 1, 1, 2), (3, 1, 2, 1))
 """lanes, tp, pp and ep."""
@@ -47,7 +48,7 @@ def opened(lanes: int, tp: int, pp: int, ep: int) -> Counter[int]:
 def test_the_groups_counted_are_the_groups_that_ranks_open():
     for lanes, tp, pp, ep in SHAPES:
         counted = joined_groups(
-            lanes=lanes, tp=tp, pp=pp, ep=ep, copies=2 if pp > 1 else 1, replicated_stages=1
+            Axes(lanes=lanes, tp=tp, pp=pp, ep=ep), copies=2 if pp > 1 else 1, replicated_stages=1
         )
         ranks = run_ranks(lanes * tp * pp, opened, lanes, tp, pp, ep)
         assert ranks[0] == Counter(group.ranks for group in counted)

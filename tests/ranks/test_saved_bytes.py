@@ -5,7 +5,7 @@ import torch
 from tests.ranks.harness import run_ranks
 
 from longshore.arch.costs import token_bytes
-from longshore.arch.memory import INPUT_BYTES, ModelSplit
+from longshore.arch.memory import INPUT_BYTES, RankSetting
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.distributed.topology import make_topology
@@ -13,6 +13,7 @@ from longshore.model.decoder import Decoder
 from longshore.ops import pointwise as norm
 from longshore.parallel.expert import split_experts
 from longshore.parallel.tensor import split_tensors
+from longshore.plan.types import Axes
 
 TOKENS = 64
 SAVED_INPUTS = 8 + 8 + 1 + 1  # id, and the loss's label and two masks
@@ -50,9 +51,9 @@ def saved_on_rank(name, tp, ep):
 
 def measured_and_estimated(name, *, tp, ep, ranks):
     """Bytes per token of a lane: of each rank, and as estimated."""
-    split = ModelSplit(tp=tp, ep=ep)
+    axes = Axes(lanes=max(1, ep // tp), tp=tp, ep=ep)
     config = preset(name, layers=3)
-    token = token_bytes(config, dtype="float32", recompute=False, split=split)
+    token = token_bytes(config, RankSetting(axes=axes, dtype="float32"))
     sizes = [
         (total - copies) / TOKENS for total, copies in run_ranks(ranks, saved_on_rank, name, tp, ep)
     ]

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ranks.harness import run_ranks
 
-from longshore.distributed.topology import AXES, EXPERT_AXES, Axes, make_topology
+from longshore.distributed.topology import make_topology
+from longshore.plan.types import AXES, EXPERT_AXES, Axes
 
 SIZES = st.integers(1, 6)
 

@@ -12,9 +12,9 @@ from tests.parallel.test_shards import cut_out, tensors_of
 from longshore.arch.cuts import Span, TensorCut, TPRank
 from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
-from longshore.distributed.topology import Axes
 from longshore.model.decoder import Decoder
 from longshore.model.lora import is_factor
+from longshore.plan.types import Axes
 from longshore.train import checkpoint as checkpoint_state
 from longshore.train.checkpoint import own_blocks
 

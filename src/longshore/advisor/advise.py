@@ -26,7 +26,6 @@ from longshore.advisor.candidates import (
     Candidate,
     GpuMemory,
     MemoryCheck,
-    ModelAxes,
     all_candidates,
     cp_limits,
     memory_of,
@@ -35,6 +34,7 @@ from longshore.advisor.candidates import (
 from longshore.config.schema import ModelConfig, toml_value, write_toml
 from longshore.data.source import Batches, BatchSize, Place
 from longshore.plan.graph_use import choose_cap
+from longshore.plan.types import Axes
 
 PLANNED = 12
 """Candidates that are planned."""
@@ -114,7 +114,7 @@ def advise(task: AdviceTask) -> Advice:
     size = StepSize.of(samples[0][0])
     whole = samples[0][1] / size.tokens
     ranked = [(each, timer.estimate(each, size) * whole) for each in _with_graphs(timer)]
-    ranked.sort(key=lambda pair: (pair[1], *_simplicity(pair[0])))
+    ranked.sort(key=lambda pair: (pair[1], *pair[0].complexity))
     few = list(_few_of_each_kind(ranked, memory))
     if not few:
         raise ValueError(nothing_fits(task, memory))
@@ -157,9 +157,9 @@ def _few_of_each_kind(
     ranked: list[tuple[Candidate, float]], memory: MemoryCheck
 ) -> Iterator[tuple[Candidate, float]]:
     """The best estimates that fit, of each kind of axes a few: they share an estimate's error."""
-    counts: Counter[ModelAxes] = Counter()
+    counts: Counter[tuple[Axes, bool]] = Counter()
     for candidate, seconds in ranked:
-        kind = replace(candidate.axes, vpp=1)
+        kind = replace(candidate.axes, vpp=1), candidate.recompute
         if counts[kind] < OF_ONE_KIND and memory.fits(candidate):
             counts[kind] += 1
             yield candidate, seconds
@@ -184,16 +184,11 @@ def _choice(
     )
 
 
-def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    used, *sizes = candidate.axes.complexity
-    return (used + candidate.graph, *sizes, candidate.max_cp, candidate.capacity)
-
-
 def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
     """The simplest of all that are within a few percent of the fastest."""
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
-    return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))
+    return min(close, key=lambda choice: (choice.candidate.complexity, choice.seconds))
 
 
 def _with_smallest_groups(
@@ -225,18 +220,18 @@ def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4] if size)
     return (
         f"nothing fits into {usable}: the least is {needed.total / GIB:.1f} GiB with "
-        f"{_words(least.axes)} and a capacity of {least.capacity:,} tokens, so "
+        f"{_words(least)} and a capacity of {least.capacity:,} tokens, so "
         f"{(needed.total - task.usable) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
         "larger GPUs, a smaller model, or shorter sequences"
     )
 
 
-def _words(axes: ModelAxes) -> str:
+def _words(candidate: Candidate) -> str:
+    axes = candidate.axes
     sizes = {"tp": axes.tp, "pp": axes.pp, "vpp": axes.vpp, "ep": axes.ep}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join(
-        [*words, f"shard {axes.shard}", *(["recomputation"] if axes.recompute else [])]
-    )
+    words += [f"shard {axes.shard}", *(["recomputation"] if candidate.recompute else [])]
+    return ", ".join(words)
 
 
 Test = Callable[[Candidate], bool]
@@ -244,12 +239,12 @@ Test = Callable[[Candidate], bool]
 
 def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
     """By key, in the order of a recipe."""
-    best = advice.best
-    axes = best.candidate.axes
+    best = advice.best.candidate
+    axes = best.axes
     table: dict[str, tuple[object, str]] = {
-        "plan.capacity": (best.candidate.capacity, _capacity(advice)),
-        "plan.max_cp": (best.candidate.max_cp, _max_cp(advice)),
-        "plan.sync": (axes.sync, _sync(axes)),
+        "plan.capacity": (best.capacity, _capacity(advice)),
+        "plan.max_cp": (best.max_cp, _max_cp(advice)),
+        "plan.sync": (best.sync, _sync(best)),
         "plan.cost": (advice.task.machine_name, "the times that this advice is made of"),
         "parallel.ranks": (advice.task.gpus, "one for each GPU"),
         "parallel.tp": (axes.tp, _axis(advice, "tp")),
@@ -257,7 +252,7 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
         "parallel.vpp": (axes.vpp, _axis(advice, "vpp")),
         "parallel.ep": (axes.ep, _axis(advice, "ep")),
         "parallel.shard": (axes.shard, _shard(advice)),
-        "train.recompute": ("blocks" if axes.recompute else "none", _recompute(advice)),
+        "train.recompute": ("blocks" if best.recompute else "none", _recompute(advice)),
     }
     for key, size in (("parallel.vpp", axes.pp), ("parallel.ep", _most_ep(advice))):
         if size == 1:
@@ -302,10 +297,11 @@ def _max_cp(advice: Advice) -> str:
     return f"{longest}; larger groups would gather more, and not be faster"
 
 
-def _sync(axes: ModelAxes) -> str:
+def _sync(candidate: Candidate) -> str:
+    axes = candidate.axes
     if axes.lanes == 1:
         return "there is one lane, which waits for none"
-    if axes.sync == "step":
+    if candidate.sync == "step":
         return "nothing makes lanes wait for each other before the step's end"
     causes = {"zero3": axes.shard == "zero3", "experts": axes.ep > 1, "a pipeline": axes.pp > 1}
     whose = " and ".join(name for name, is_so in causes.items() if is_so)
@@ -366,13 +362,10 @@ def _shard(advice: Advice) -> str:
 
 
 def _recompute(advice: Advice) -> str:
-    axes = advice.best.candidate.axes
-    other = _other(
-        advice,
-        lambda c: c.axes.recompute != axes.recompute and c.axes.tp == axes.tp,
-    )
-    if axes.recompute:
-        without = _missing(advice, lambda c: not c.axes.recompute)
+    best = advice.best.candidate
+    other = _other(advice, lambda c: c.recompute != best.recompute and c.axes.tp == best.axes.tp)
+    if best.recompute:
+        without = _missing(advice, lambda c: not c.recompute)
         if other is None and without is not None:
             return f"without it at least {_size(without)} would be needed"
         return f"without it a step would be {_slower(advice, other[1])}" if other else "it fits"
@@ -450,8 +443,8 @@ def candidate_json(advice: Advice, choice: Predicted, total_tokens: int) -> dict
         "ep": axes.ep,
         "lanes": axes.lanes,
         "shard": axes.shard,
-        "sync": axes.sync,
-        "recompute": axes.recompute,
+        "sync": choice.candidate.sync,
+        "recompute": choice.candidate.recompute,
         "capacity": choice.candidate.capacity,
         "max_cp": choice.candidate.max_cp,
         "graphs": choice.max_sequences,

@@ -11,12 +11,12 @@ of 64 MiB: 8 GiB, 24 ms at 360 GB/s.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
-from longshore.advisor.candidates import AdviceTask, Candidate, ModelAxes
+from longshore.advisor.candidates import AdviceTask, Candidate
 from longshore.advisor.step_time import (
     Busy,
-    RunShape,
+    check_dtype,
     cost_profile,
     round_busy,
     step_seconds,
@@ -28,7 +28,7 @@ from longshore.config.check import planner_setting
 from longshore.plan.cost import CostProfile
 from longshore.plan.planner import plan_step
 from longshore.plan.shapes import lane_packs, lane_tokens, padded_length
-from longshore.plan.types import Pack, Plan, PlanSetting
+from longshore.plan.types import Axes, Pack, Plan, PlanSetting
 
 COMPARED = 24
 """Micro-batches of a plan whose cost is compared with the predicted seconds."""
@@ -69,31 +69,23 @@ class StepTimer:
     """Times of candidates; keeps what several of them share."""
 
     def __init__(self, task: AdviceTask) -> None:
+        check_dtype(task.machine, task.dtype)
         self.task = task
-        self._profile = cache(self._fitted_profile)
+        self._busy = partial(round_busy, task.machine, task.decoder)
+        self._profile = cache(partial(cost_profile, task.machine, task.decoder))
         self._full = cache(self._full_round)
         self._of_rank = cache(self._rank_profile)
-        self._update = cache(self._updated)
         self._travel = cache(self._travelling)
-
-    def shape(self, axes: ModelAxes, *, graph: bool = False) -> RunShape:
-        return RunShape(
-            lanes=axes.lanes,
-            shard=axes.shard,
-            dtype=self.task.dtype,
-            recompute=axes.recompute,
-            tp=axes.tp,
-            pp=axes.pp,
-            ep=axes.ep,
-            graph=graph,
-        )
+        self.update = cache(partial(update_busy, task.machine, task.decoder))
+        """What follows the rounds of a step, by axes."""
 
     def profile(self, candidate: Candidate) -> CostProfile:
         """The planner's cost model of a rank, with what TP and EP exchange."""
-        return self._of_rank(replace(candidate.axes, vpp=1), candidate.capacity, candidate.graph)
+        axes = replace(candidate.axes, vpp=1)
+        return self._of_rank(axes, candidate.recompute, candidate.capacity, candidate.graph)
 
-    def _rank_profile(self, axes: ModelAxes, capacity: int, graph: bool) -> CostProfile:
-        whole = self._profile(axes.recompute, capacity, graph)
+    def _rank_profile(self, axes: Axes, recompute: bool, capacity: int, graph: bool) -> CostProfile:
+        whole = self._profile(capacity=capacity, recompute=recompute, graph=graph)
         profile = whole.on_ranks(tp=axes.tp, pp=axes.pp)
         if axes.shard == "zero3":
             # Weights travel while the device works; what takes longer than a full round is left.
@@ -104,55 +96,22 @@ class StepTimer:
 
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Whether the host launches even a full round slower than the device runs it."""
-        busy = self._full(candidate.axes.recompute, candidate.capacity, candidate.graph)
+        busy = self._full(candidate.recompute, candidate.capacity, candidate.graph)
         return busy.host > busy.device
 
     def _full_round(self, recompute: bool, capacity: int, graph: bool) -> Busy:
-        shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
-        task = self.task
-        return round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
+        return self._busy([capacity], tokens=capacity, recompute=recompute, graph=graph)
 
-    def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
-        """The profile of one rank that has the whole model."""
-        shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
-        task = self.task
-        return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
-
-    def _round(
-        self, axes: ModelAxes, lengths: Sequence[int], tokens: int, *, graph: bool = False
-    ) -> Busy:
-        """What a round keeps busy on a rank; weights of experts travel less where ranks share."""
-        task, shape = self.task, self.shape(axes, graph=graph)
-        busy = round_busy(task.machine, task.decoder, lengths, tokens=tokens, shape=shape)
-        return replace(busy, exchange=self._travel(axes)) if axes.ep > 1 else busy
-
-    def _travelling(self, axes: ModelAxes) -> float:
+    def _travelling(self, axes: Axes) -> float:
         """Seconds that weights and gradients of a round travel between lanes, under zero3."""
-        shape = self.shape(replace(axes, ep=1, recompute=False))
-        task = self.task
-        busy = round_busy(task.machine, task.decoder, [1], tokens=1, shape=shape)
-        experts = sum(part.expert_parameters(task.decoder.width) for part in task.decoder.parts)
-        common, replicas = parameter_count(task.decoder) - experts, axes.lanes * axes.tp // axes.ep
+        busy, decoder = self._busy([1], tokens=1, axes=replace(axes, ep=1)), self.task.decoder
+        experts = sum(part.expert_parameters(decoder.width) for part in decoder.parts)
+        common, replicas = parameter_count(decoder) - experts, axes.expert_replicas
         all_lanes = (axes.lanes - 1) / axes.lanes if axes.lanes > 1 else 1.0
-        own = experts / axes.ep * (replicas - 1) / max(replicas, 1)
+        own = experts / axes.ep * (replicas - 1) / replicas
         return busy.exchange * (common * all_lanes + own) / ((common + experts) * all_lanes)
 
-    def update(self, axes: ModelAxes) -> Busy:
-        """What follows the rounds."""
-        return self._update(axes.lanes, axes.shard, axes.tp, axes.pp)
-
-    def _updated(self, lanes: int, shard: str, tp: int, pp: int) -> Busy:
-        shape = RunShape(
-            lanes=lanes,
-            shard=shard,
-            dtype=self.task.dtype,
-            recompute=False,
-            tp=tp,
-            pp=pp,
-        )
-        return update_busy(self.task.machine, self.task.decoder, shape=shape)
-
-    def exchange(self, axes: ModelAxes) -> float:
+    def exchange(self, axes: Axes) -> float:
         """Seconds of a lane's token that its ranks spend on exchanges inside layers."""
         machine, decoder = self.task.machine, self.task.decoder
         row = decoder.width * ITEM_BYTES[self.task.dtype]
@@ -213,7 +172,8 @@ class StepTimer:
                 self.task.decoder,
                 [lengths for lengths, _ in batches],
                 tokens=[tokens for _, tokens in batches],
-                shape=self.shape(axes, graph=candidate.graph),
+                recompute=candidate.recompute,
+                graph=candidate.graph,
             )
         return rounds + self.update(axes).seconds
 
@@ -221,15 +181,23 @@ class StepTimer:
         """The plan's time, corrected by how far its linear cost model is off for its rounds."""
         axes, cost, predicted = candidate.axes, 0.0, 0.0
         for lengths, tokens in unshared(plan):
-            seconds = self._round(axes, lengths, tokens, graph=candidate.graph).seconds
-            predicted += seconds + tokens * self.exchange(axes)
+            busy = self._busy(
+                lengths,
+                tokens=tokens,
+                axes=axes,
+                recompute=candidate.recompute,
+                graph=candidate.graph,
+            )
+            if axes.ep > 1:  # weights of experts travel less where ranks share them
+                busy = replace(busy, exchange=self._travel(axes))
+            predicted += busy.seconds + tokens * self.exchange(axes)
             cost += profile.pack + profile.round
             cost += sum(profile.sequence_cost(length, length, 1) for length in lengths)
         return plan.stats.predicted * (predicted / cost if cost else 1.0)
 
     def launched(self, candidate: Candidate) -> Busy:
         """A full round without graphs."""
-        return self._full(candidate.axes.recompute, candidate.capacity, False)
+        return self._full(candidate.recompute, candidate.capacity, False)
 
 
 def micro_batch(plan: Plan, number: int, lane: int) -> tuple[list[int], int]:

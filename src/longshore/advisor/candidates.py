@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from typing import Literal
 
 import numpy as np
@@ -21,14 +21,12 @@ import numpy as np
 from longshore.advisor.machine import MachineProfile
 from longshore.advisor.peak_memory import (
     MemoryBreakdown,
-    RankSetting,
     communicator_bytes,
     expected_peak,
     joined_groups,
 )
 from longshore.arch.decoder import DecoderConfig, has_experts
-from longshore.arch.memory import ModelSplit
-from longshore.arch.part import Sharing
+from longshore.arch.memory import RankSetting
 from longshore.config.check import (
     code_refusals,
     graph_refusals,
@@ -47,7 +45,7 @@ from longshore.config.schema import (
 from longshore.plan.cost import Ints
 from longshore.plan.layout import Layout, stage_refusals
 from longshore.plan.shapes import lane_tokens, legal_cp_sizes, padded_length
-from longshore.plan.types import Plan
+from longshore.plan.types import Axes, Plan
 from longshore.run.auto import graph_bytes
 from longshore.settings import ShardMode, Sync
 
@@ -63,50 +61,34 @@ INTERLEAVED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelAxes:
-    """How ranks share the model."""
-
-    lanes: int
-    """Ranks / (tp · pp)."""
-    tp: int = 1
-    """Ranks that share a layer's matrices."""
-    pp: int = 1
-    """Ranks that share the layers."""
-    vpp: int = 1
-    """Stages of each of them."""
-    ep: int = 1
-    """Ranks that share experts."""
-    shard: ShardMode = "none"
-    """What lanes share of the model."""
-    recompute: bool = False
-    """Whether blocks run again in backward."""
-
-    @property
-    def sync(self) -> Sync:
-        """Once a step where nothing makes lanes wait for each other in every round."""
-        waits = self.shard == "zero3" or self.ep > 1 or self.pp > 1 or self.lanes == 1
-        return "round" if waits else "step"
-
-    @property
-    def complexity(self) -> tuple[int, int, int]:
-        """ModelAxes beyond data and context parallelism, recomputation, what lanes share."""
-        used = [self.tp > 1, self.pp > 1, self.vpp > 1, self.ep > 1]
-        shard = ("none", "zero2", "zero3").index(self.shard)
-        return sum(used) + self.recompute, max(self.tp, self.pp, self.ep), shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One way to run."""
 
-    axes: ModelAxes
+    axes: Axes
     """How ranks share the model."""
     capacity: int
     """Most tokens of a lane in a round."""
     max_cp: int
     """The largest CP size."""
+    recompute: bool = False
+    """Whether blocks run again in backward."""
     graph: bool = False
     """Whether layers are replayed from CUDA graphs."""
+
+    @property
+    def sync(self) -> Sync:
+        """Once a step where nothing makes lanes wait for each other in every round."""
+        axes = self.axes
+        waits = axes.shard == "zero3" or axes.ep > 1 or axes.pp > 1 or axes.lanes == 1
+        return "round" if waits else "step"
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """What is used beyond data and context parallelism, largest axis, what lanes share."""
+        axes = self.axes
+        used = [axes.tp > 1, axes.pp > 1, axes.vpp > 1, axes.ep > 1, self.recompute, self.graph]
+        shard = ("none", "zero2", "zero3").index(axes.shard)
+        return sum(used), max(axes.tp, axes.pp, axes.ep), shard, self.max_cp, self.capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,14 +156,16 @@ class AdviceTask:
 
     def config(self, candidate: Candidate) -> RunConfig:
         """The configuration of a run; without data."""
-        axes = candidate.axes
+        axes, recompute = candidate.axes, candidate.recompute
         return RunConfig(
             model=self.model,
-            plan=PlanConfig(capacity=candidate.capacity, max_cp=candidate.max_cp, sync=axes.sync),
+            plan=PlanConfig(
+                capacity=candidate.capacity, max_cp=candidate.max_cp, sync=candidate.sync
+            ),
             parallel=ParallelConfig(
                 shard=axes.shard, tp=axes.tp, pp=axes.pp, vpp=axes.vpp, ep=axes.ep
             ),
-            train=TrainConfig(recompute="blocks" if axes.recompute else "none", dtype=self.dtype),
+            train=TrainConfig(recompute="blocks" if recompute else "none", dtype=self.dtype),
             graph=GraphConfig(layers=("all",) if candidate.graph else ()),
         )
 
@@ -189,7 +173,7 @@ class AdviceTask:
     def _layouts(self) -> dict[tuple[int, int], Layout]:
         return {}
 
-    def layout(self, axes: ModelAxes) -> Layout | None:
+    def layout(self, axes: Axes) -> Layout | None:
         """The stages; None without a pipeline."""
         key = axes.pp, axes.vpp
         if axes.pp > 1 and key not in self._layouts:
@@ -198,13 +182,13 @@ class AdviceTask:
         return self._layouts.get(key)
 
 
-def legal_axes(task: AdviceTask) -> list[ModelAxes]:
+def legal_axes(task: AdviceTask) -> list[Axes]:
     """All combinations that a run would accept on these GPUs."""
     legal = [axes for axes in _all_sizes(task) if _is_legal(task, axes)]
-    return [each for axes in legal for each in _with_modes(axes)]
+    return [replace(axes, shard=shard) for axes in legal for shard in _shard_modes(axes)]
 
 
-def _all_sizes(task: AdviceTask) -> Iterator[ModelAxes]:
+def _all_sizes(task: AdviceTask) -> Iterator[Axes]:
     powers = [1 << bit for bit in range(task.gpus.bit_length()) if task.gpus % (1 << bit) == 0]
     for tp in (size for size in powers if size <= task.machine.node):
         for pp in (size for size in powers if size <= MOST_PP and task.gpus % (tp * size) == 0):
@@ -212,22 +196,17 @@ def _all_sizes(task: AdviceTask) -> Iterator[ModelAxes]:
             eps = [size for size in powers if has_experts(task.decoder) or size == 1]
             for ep in (size for size in eps if lanes * tp % size == 0):
                 for vpp in (1, INTERLEAVED)[: 2 if pp > 1 else 1]:
-                    yield ModelAxes(lanes=lanes, tp=tp, pp=pp, vpp=vpp, ep=ep)
+                    yield Axes(lanes=lanes, tp=tp, pp=pp, vpp=vpp, ep=ep, shard="none")
 
 
-def _with_modes(axes: ModelAxes) -> Iterator[ModelAxes]:
+def _shard_modes(axes: Axes) -> tuple[ShardMode, ...]:
     """With a pipeline zero3 would gather all weights for each of its many rounds: left out."""
-    shards: tuple[ShardMode, ...] = ("none", "zero2", "zero3")
     if axes.lanes == 1:
-        shards = ("none",)
-    elif axes.pp > 1:
-        shards = ("none", "zero2")
-    for shard in shards:
-        for recompute in (False, True):
-            yield replace(axes, shard=shard, recompute=recompute)
+        return ("none",)
+    return ("none", "zero2") if axes.pp > 1 else ("none", "zero2", "zero3")
 
 
-def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
+def _is_legal(task: AdviceTask, axes: Axes) -> bool:
     config = task.config(Candidate(axes=axes, capacity=KIB, max_cp=1))
     layers, depths = len(task.decoder.layers), len(task.decoder.mtp)
     return not any(
@@ -280,23 +259,15 @@ def memory_of(task: AdviceTask, candidate: Candidate, plans: Sequence[Plan] = ()
     """Memory of the rank that needs most: with these plans, or with a lane that is full."""
     load = LaneLoad.of(plans) if plans else LaneLoad(candidate.capacity, 2, candidate.max_cp)
     axes, layout = candidate.axes, task.layout(candidate.axes)
+    how = RankSetting(axes=axes, dtype=task.dtype, recompute=candidate.recompute, layout=layout)
     peaks = (
         expected_peak(
             task.decoder,
+            replace(how, pp_rank=rank),
             tokens=load.tokens,
             rounds=load.rounds,
-            how=RankSetting(
-                lanes=axes.lanes,
-                shard=axes.shard,
-                dtype=task.dtype,
-                recompute=axes.recompute,
-                split=ModelSplit(tp=axes.tp, ep=axes.ep),
-                layout=layout,
-                pp_rank=rank,
-                cp_size=load.cp_size,
-                shared_tokens=load.shared_tokens,
-                sharing=Sharing("auto", "auto"),
-            ),
+            cp_size=load.cp_size,
+            shared_tokens=load.shared_tokens,
         )
         # The first saves most rounds, the last has the loss, those between are alike.
         for rank in sorted({0, min(1, axes.pp - 1), axes.pp - 1})
@@ -310,10 +281,7 @@ def _communicators(task: AdviceTask, candidate: Candidate) -> int:
     axes = candidate.axes
     has_copies = axes.pp > 1 and (task.decoder.tied or task.decoder.mtp)
     groups = joined_groups(
-        lanes=axes.lanes,
-        tp=axes.tp,
-        pp=axes.pp,
-        ep=axes.ep,
+        axes,
         cp_sizes=legal_cp_sizes(axes.lanes, max_cp=candidate.max_cp),
         copies=2 if has_copies else 1,
         replicated_stages=axes.vpp if axes.shard == "none" and axes.lanes > 1 else 0,
@@ -321,7 +289,7 @@ def _communicators(task: AdviceTask, candidate: Candidate) -> int:
     return communicator_bytes(groups)
 
 
-def capacities(task: AdviceTask, axes: ModelAxes) -> list[int]:
+def capacities(task: AdviceTask, axes: Axes) -> list[int]:
     """Powers of two times 1,024 that a step can fill, or that its longest sequence needs."""
     needed = padded_length(task.longest, axes.lanes) // axes.lanes
     share = -(-task.step_tokens // axes.lanes)
@@ -331,7 +299,7 @@ def capacities(task: AdviceTask, axes: ModelAxes) -> list[int]:
     return useful
 
 
-def cp_limits(task: AdviceTask, axes: ModelAxes, capacity: int) -> list[int]:
+def cp_limits(task: AdviceTask, axes: Axes, capacity: int) -> list[int]:
     """The least CP size at which every sequence fits, that of a node, and all lanes."""
     # parallel.attention and parallel.scan are left at "auto", where heads limit no CP size.
     sizes = legal_cp_sizes(axes.lanes)
@@ -348,22 +316,23 @@ class MemoryCheck:
 
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
-        self.least: dict[ModelAxes, tuple[Candidate, GpuMemory]] = {}
-        """What needs least of all that does not fit, by axes."""
-        self._limits: dict[tuple[ModelAxes, int, bool], int] = {}
+        self.least: dict[tuple[Axes, bool], tuple[Candidate, GpuMemory]] = {}
+        """What needs least of all that does not fit, by axes and recomputation."""
+        self._limits: dict[tuple[Axes, bool, int, bool], int] = {}
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it fits at the full capacity."""
-        key = candidate.axes, candidate.max_cp, candidate.graph
+        kind = candidate.axes, candidate.recompute
+        key = *kind, candidate.max_cp, candidate.graph
         if candidate.capacity >= self._limits.get(key, MOST_CAPACITY + 1):
             return False
         memory = memory_of(self.task, candidate)
         if memory.total <= self.task.usable:
             return True
         self._limits[key] = candidate.capacity
-        least = self.least.get(candidate.axes)
+        least = self.least.get(kind)
         if least is None or memory.total < least[1].total:
-            self.least[candidate.axes] = candidate, memory
+            self.least[kind] = candidate, memory
         return False
 
 
@@ -381,7 +350,7 @@ def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:
 
 def all_candidates(task: AdviceTask) -> Iterator[Candidate]:
     """Every legal one without graphs, whether it fits or not."""
-    for axes in legal_axes(task):
+    for axes, recompute in product(legal_axes(task), (False, True)):
         for capacity in capacities(task, axes):
             for max_cp in cp_limits(task, axes, capacity):
-                yield Candidate(axes=axes, capacity=capacity, max_cp=max_cp)
+                yield Candidate(axes=axes, capacity=capacity, max_cp=max_cp, recompute=recompute)

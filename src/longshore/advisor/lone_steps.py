@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from longshore.advisor.machine import MachineProfile
-from longshore.advisor.step_time import RunShape, step_seconds
+from longshore.advisor.step_time import step_seconds
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Counts, MicroBatch
 from longshore.data.pack import count_targets, cut_shards, lane_cuts, pack_step
@@ -200,10 +200,9 @@ def check_steps(
     repeats: int = 4,
 ) -> list[Outcome]:
     """Each step predicted and measured."""
-    shape = RunShape(lanes=1, shard="none", dtype=machine.dtype, recompute=False)
     outcomes = []
     for step in steps:
-        predicted = step_seconds(machine, decoder, step.rounds, tokens=step.tokens, shape=shape)
+        predicted = step_seconds(machine, decoder, step.rounds, tokens=step.tokens)
         run = partial(stepper.step, list(step.batches), LR, plan=step.plan)
         run()
         sequences = sum(map(len, step.rounds))

@@ -39,9 +39,8 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig, decod
 from longshore.arch.memory import (
     INPUT_BYTES,
     ITEM_BYTES,
-    WHOLE,
-    ModelSplit,
     Parameters,
+    RankSetting,
     block_working,
     factor_saved,
     layer_parameters,
@@ -49,12 +48,12 @@ from longshore.arch.memory import (
     saved_bytes,
     stage_layers,
     stage_parameters,
-    whole_model,
 )
-from longshore.arch.part import Saved, Sharing
+from longshore.arch.part import Saved
 from longshore.ops.sizes import loss_bytes
 from longshore.plan.layout import Layout
-from longshore.plan.shapes import legal_cp_sizes, rank_refusals
+from longshore.plan.shapes import legal_cp_sizes
+from longshore.plan.types import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,9 @@ class RankModel:
 
 @lru_cache(maxsize=1024)
 def rank_model(
-    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit, item: int
+    config: DecoderConfig, layout: Layout, pp_rank: int, axes: Axes, item: int
 ) -> RankModel:
-    local, numbers = decoder_on_tp_rank(config, split.tp), layout.of_rank(pp_rank)
+    local, numbers = decoder_on_tp_rank(config, axes.tp), layout.of_rank(pp_rank)
     tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(item, 4)
     stages: dict[int, tuple[tuple[LayerMemory, ...], int]] = {}
     configs: list[LayerConfig] = []
@@ -102,18 +101,18 @@ def rank_model(
         stage = layout.stages[number]
         own = stage_layers(local, stage)
         layers = tuple(
-            _layer_memory(layer, config.width, item, split, config.float32_residual, config.lora)
+            _layer_memory(layer, config.width, item, axes, config.float32_residual, config.lora)
             for layer in own
         )
         # Of each depth: embedding, norms' outputs, the joined input, the head's.
         passing = layout.streams(number - 1) - 1 if number else 0
-        rows = (7 * len(stage.depths) + passing) * config.width * item // split.tp
+        rows = (7 * len(stage.depths) + passing) * config.width * item // axes.tp
         if config.residuals is not None:
             collapse = saved_bytes(config.residuals.collapse_saved(config.width), item)
-            rows += (stage.norm + len(stage.depths)) * collapse // split.tp
+            rows += (stage.norm + len(stage.depths)) * collapse // axes.tp
         stages[number] = layers, INPUT_BYTES + tables + rows
         configs += own
-    each = (stage_parameters(config, layout.stages[number], split) for number in numbers)
+    each = (stage_parameters(config, layout.stages[number], axes) for number in numbers)
     return RankModel(
         layers=tuple(layer for layers, _ in stages.values() for layer in layers),
         configs=tuple(configs),
@@ -128,7 +127,7 @@ def _layer_memory(
     layer: LayerConfig,
     width: int,
     item: int,
-    split: ModelSplit,
+    axes: Axes,
     wide: bool,
     lora: LoRAConfig | None,
 ) -> LayerMemory:
@@ -139,53 +138,26 @@ def _layer_memory(
     mixing = Saved(width) + layer.residuals.saved(width) if layer.residuals else Saved(0)
     parts = []
     total = saved_bytes(factor_saved(layer, width, lora), item)
-    working = block_working(layer, width, item=item, split=split)
+    working = block_working(layer, width, item=item, axes=axes)
     for part in reversed(layer.parts):
         memory = part.kernel_memory(width)
         own, gathered, tp, ep = stream + mixing, Saved(width) + memory.saved, 1, 1
         if part.routed_experts:  # which work on a rank's own rows
-            own, gathered, tp, ep = own + gathered, Saved(0), split.tp, split.ep
-        kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
+            own, gathered, tp, ep = own + gathered, Saved(0), axes.tp, axes.ep
+        kept = -(-saved_bytes(own, item) // axes.tp) + saved_bytes(gathered, item)
         moments = tuple(
             (-(-saved_bytes(moment.rows, item) // tp) + working, moment.gradients // ep)
             for moment in memory.backward
         )
         parts.append((kept, moments))
         total += kept
-    counts = layer_parameters(layer, width, split, lora)
-    own_row = -(-saved_bytes(stream, item) // split.tp)
+    counts = layer_parameters(layer, width, axes, lora)
+    own_row = -(-saved_bytes(stream, item) // axes.tp)
     return LayerMemory(counts.total, total, tuple(parts), own_row, counts.factors)
 
 
 WORKSPACE = 128 << 20
 """Bytes of cuBLAS, and of small tensors that nothing else counts."""
-AUTO = Sharing("auto", "auto")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSetting:
-    """How a rank trains."""
-
-    lanes: int = 1
-    """That share the model."""
-    shard: str = "none"
-    """How they share it."""
-    dtype: str = "bfloat16"
-    """Dtype of the arithmetic."""
-    recompute: bool = False
-    """Whether blocks are recomputed."""
-    split: ModelSplit = WHOLE
-    """Over how many ranks layers are split."""
-    layout: Layout | None = None
-    """The stages; None without a pipeline."""
-    pp_rank: int = 0
-    """Which pipeline rank it is."""
-    cp_size: int = 1
-    """The largest of a pack."""
-    shared_tokens: int | None = None
-    """Most tokens of the lane in such a pack; None: it may be full of it."""
-    sharing: Sharing = AUTO
-    """How lanes share a pack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,22 +192,44 @@ class MemoryBreakdown:
 
 
 def expected_peak(
-    config: DecoderConfig, *, tokens: int, rounds: int = 2, how: RankSetting | None = None
+    config: DecoderConfig,
+    how: RankSetting,
+    *,
+    tokens: int,
+    rounds: int = 2,
+    cp_size: int = 1,
+    shared_tokens: int | None = None,
 ) -> MemoryBreakdown:
-    """At the moment that needs most; tokens: of the fullest round; rounds: of a step."""
-    rank = _Rank(config, tokens, rounds, how or RankSetting())
+    """At the moment that needs most; tokens: of the fullest round; rounds: of a step.
+
+    cp_size: the largest of a pack. shared_tokens: most tokens of the lane in such a pack; None: it
+    may be full of it.
+    """
+    shared = tokens if shared_tokens is None else min(shared_tokens, tokens)
+    rank = _Rank(config, tokens, rounds, how, (cp_size, shared))
     return max(rank.moments(), key=lambda moment: moment.total)
 
 
 class _Rank:
     """A rank's static memory, and the moments of its step."""
 
-    def __init__(self, config: DecoderConfig, tokens: int, rounds: int, how: RankSetting) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tokens: int,
+        rounds: int,
+        how: RankSetting,
+        shared: tuple[int, int],
+    ) -> None:
+        """shared: the largest CP size of a pack, and the lane's tokens in it."""
         self.config, self.tokens, self.rounds, self.how = config, tokens, rounds, how
+        self.axes, self.shared = how.axes, shared
         self.item = ITEM_BYTES[how.dtype]
         self.master = max(self.item, 4)
-        self.layout = how.layout or whole_model(config)
-        self.model = rank_model(config, self.layout, how.pp_rank, how.split, self.item)
+        self.layout, axes = how.stages(config), how.axes
+        # Only what splits layers, so that ways to run that share it find it computed.
+        split = Axes(lanes=axes.ep, tp=axes.tp, ep=axes.ep)
+        self.model = rank_model(config, self.layout, how.pp_rank, split, self.item)
         self.layers, self.has_head = self.model.layers, self.model.has_head
         self.count = self.model.counts.total
         self.ends = self.count - sum(layer.parameters for layer in self.layers)
@@ -248,15 +242,15 @@ class _Rank:
 
     def _shard(self, counts: Parameters) -> int:
         """Parameters of which the rank keeps weights and moments."""
-        if self.how.shard == "none":
+        if self.axes.shard == "none":
             return counts.total
-        replicas = max(1, self.how.lanes * self.how.split.tp // self.how.split.ep)
-        return -(-counts.common // self.how.lanes) - (-counts.experts // replicas)
+        experts = -(-counts.experts // self.axes.expert_replicas)
+        return -(-counts.common // self.axes.lanes) + experts
 
     @property
     def copies(self) -> bool:
         """Whether the weights exist once more, in the dtype of the arithmetic or gathered."""
-        shared = self.how.shard != "none" and self.how.lanes > 1
+        shared = self.axes.shard != "none" and self.axes.lanes > 1
         return (self.item < self.master and not self.freezes) or shared
 
     @property
@@ -298,7 +292,7 @@ class _Rank:
         """Weights in the dtype of the arithmetic; with zero3 those of a layer and of the next."""
         if not self.copies:
             return 0
-        if self.how.shard != "zero3":
+        if self.axes.shard != "zero3":
             return self.item * self.count
         block = max((layer.parameters for layer in self.layers), default=0)
         # The next layer's are gathered in one buffer, and then copied out of it.
@@ -308,7 +302,7 @@ class _Rank:
         """Gradients that a step's earlier rounds have left; autograd's own in float32 models."""
         if self.rounds == 1:
             return 0
-        return self.master * (self.own if self.how.shard == "zero3" else self.trained)
+        return self.master * (self.own if self.axes.shard == "zero3" else self.trained)
 
     def saved(self) -> int:
         """Activations at the end of forward, of all rounds in flight."""
@@ -328,7 +322,7 @@ class _Rank:
 
     def loss(self) -> int:
         """While its chunks run; gradients of the hidden states are among the last rows."""
-        tp = self.how.split.tp
+        tp = self.axes.tp
         heads, width = 1 + len(self.config.mtp), self.config.width
         total = loss_bytes(
             self.tokens,
@@ -344,7 +338,7 @@ class _Rank:
 
     def _head_gradient(self) -> int:
         """Waits until the whole backward is over."""
-        tables = -(-self.config.vocab_size // self.how.split.tp) * self.config.width
+        tables = -(-self.config.vocab_size // self.axes.tp) * self.config.width
         return self.item * tables if self.has_head and not self.freezes else 0
 
     def _backward(self, saved: int, *, reduces: bool) -> Iterator[MemoryBreakdown]:
@@ -365,7 +359,7 @@ class _Rank:
                 sent = self.master * self._trains(layer)
                 if self.rounds == 1:
                     gradients += self.master * self._own(layer)
-                if self.how.shard != "zero3":
+                if self.axes.shard != "zero3":
                     freed += layer.parameters
 
     def _compared(self) -> set[int]:
@@ -402,13 +396,13 @@ class _Rank:
         self, static: MemoryBreakdown, layer: LayerMemory, saved: int, *, reduces: bool
     ) -> Iterator[MemoryBreakdown]:
         """After a layer: its gradients in float32, in a buffer to be sent, and what comes back."""
-        if not reduces and self.how.shard != "zero3":
+        if not reduces and self.axes.shard != "zero3":
             return
         count, own = self._trains(layer), self._own(layer)
-        alone = self.how.shard == "none" or self.how.lanes == 1
+        alone = self.axes.shard == "none" or self.axes.lanes == 1
         # A rank alone divides its buffer by 1 into another one.
         buffers = self.master * (count + own + (count if alone else 0))
-        had = self.master * count if self.rounds > 1 and self.how.shard != "zero3" else 0
+        had = self.master * count if self.rounds > 1 and self.axes.shard != "zero3" else 0
         gradients = static.gradients - had + max(buffers, had + self.master * count)
         yield replace(
             static,
@@ -418,11 +412,10 @@ class _Rank:
         )
 
     def _exchanged(self, place: int) -> int:
-        how, layers = self.how, [self.model.configs[place]]
-        shared = self.tokens if how.shared_tokens is None else min(how.shared_tokens, self.tokens)
+        layers, sharing = [self.model.configs[place]], self.how.sharing
         return max(
-            exchanged_by(layers, cp_size, tokens, sharing=how.sharing, item=self.item)
-            for cp_size, tokens in ((1, self.tokens), (how.cp_size, shared))
+            exchanged_by(layers, cp_size, tokens, sharing=sharing, item=self.item)
+            for cp_size, tokens in ((1, self.tokens), self.shared)
         )
 
 
@@ -455,11 +448,8 @@ class JoinedGroup:
 
 
 def joined_groups(
+    axes: Axes,
     *,
-    lanes: int,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
     cp_sizes: tuple[int, ...] | None = None,
     copies: int = 1,
     replicated_stages: int = 0,
@@ -470,12 +460,10 @@ def joined_groups(
     hold the embedding, more than one where it is tied or there are extra depths. replicated_stages:
     a rank's stages where lanes do not shard the model (`none`); each has a mesh of its own.
     """
-    for why in rank_refusals(lanes=lanes, tp=tp, ep=ep):
-        raise ValueError(why)
-    world, stage = lanes * tp * pp, lanes * tp
+    lanes, tp, pp, world = axes.lanes, axes.tp, axes.pp, axes.world_size
     sizes = legal_cp_sizes(lanes) if cp_sizes is None else cp_sizes
-    axes = {"pp": pp, "lanes": lanes, "tp": tp}
-    groups = [*_axes("", world, axes, on_gpu=True)]
+    named = {"pp": pp, "lanes": lanes, "tp": tp}
+    groups = [*_axes("", world, named, on_gpu=True)]
     groups += [
         JoinedGroup(f"CP {size}", size, lanes // size * tp * pp, on_gpu=True) for size in sizes
     ]
@@ -483,17 +471,17 @@ def joined_groups(
         mesh = {"pp": pp, "replicas": lanes, "shard": 1, "tp": tp}
         groups += [*_axes(f"stage {stage_number}: ", world, mesh, on_gpu=True)][1:]
     if copies > 1:
-        groups.append(JoinedGroup("embedding copies", copies, stage, on_gpu=True))
-    if tp > 1 or ep > 1:
-        shared = {"experts": ep, "expert replicas": stage // ep}
+        groups.append(JoinedGroup("embedding copies", copies, lanes * tp, on_gpu=True))
+    if axes.splits_layers:
+        shared = {"experts": axes.ep, "expert replicas": axes.expert_replicas}
         # A rank alone needs no group of its own where an axis has such a group.
         groups += [
             JoinedGroup(name, ranks, world // ranks, on_gpu=True)
             for name, ranks in shared.items()
-            if ranks > 1 or 1 not in axes.values()
+            if ranks > 1 or 1 not in named.values()
         ]
     for user in HOST_USERS:
-        groups += _axes(f"{user}: ", world, axes, on_gpu=False)
+        groups += _axes(f"{user}: ", world, named, on_gpu=False)
     return tuple(groups)
 
 

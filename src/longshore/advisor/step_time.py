@@ -30,6 +30,7 @@ dims at width 4 has for 3 tokens four products of 3 rows, saves 3·(8 + 8) value
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -38,9 +39,11 @@ import numpy as np
 from longshore.advisor.machine import ARITHMETIC_PASSES, MachineProfile, PartCost, read_cost
 from longshore.arch.costs import parameter_count, trained_parameters
 from longshore.arch.decoder import DecoderConfig, HyperConfig, LoRAConfig
-from longshore.arch.memory import ITEM_BYTES
+from longshore.arch.memory import ALONE, ITEM_BYTES
 from longshore.arch.part import Part, Product, Saved
 from longshore.plan.cost import CostProfile
+from longshore.plan.types import Axes
+from longshore.settings import ShardMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,33 +256,6 @@ GATHERS = 3
 """Gathered rows travel forward, again in backward, and their gradients back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    """How a model runs."""
-
-    lanes: int
-    """That share the model."""
-    shard: str
-    """zero3, zero2 or none: how they share it."""
-    dtype: str
-    """Dtype of the arithmetic; that of the profile."""
-    recompute: bool
-    """Whether blocks run again in backward."""
-    tp: int = 1
-    """Tensor-parallel ranks of a lane."""
-    pp: int = 1
-    """Pipeline ranks of a lane."""
-    ep: int = 1
-    """Ranks that experts are split over."""
-    graph: bool = False
-    """Whether blocks are replayed from CUDA graphs."""
-
-    @property
-    def shards(self) -> int:
-        """Over how many lanes optimizer states are split."""
-        return 1 if self.shard == "none" else self.lanes
-
-
 @dataclass(frozen=True, slots=True)
 class PartTime:
     """Seconds of one part in one micro-batch."""
@@ -373,30 +349,36 @@ def round_busy(
     lengths: Sequence[int],
     *,
     tokens: int,
-    shape: RunShape,
+    axes: Axes = ALONE,
+    recompute: bool = False,
+    graph: bool = False,
 ) -> Busy:
-    """What a round keeps busy on one rank of a lane."""
-    _check(machine, lengths, tokens=tokens, shape=shape)
+    """What a round keeps busy on one rank of a lane; graph: blocks are replayed by CUDA graphs."""
+    if tokens < sum(lengths):
+        raise ValueError(
+            f"tokens is {tokens}, fewer than the {sum(lengths)} of the sequences; give the padded "
+            "total"
+        )
     item, fixed = ITEM_BYTES[machine.dtype], machine.fixed
     padding = [tokens - sum(lengths)] if tokens > sum(lengths) else []
     chunk = machine.scan_chunk
     blocks = block_works(config, [*lengths, *padding], item=item, scan_chunk=chunk)
     ends = end_works(config, tokens)
-    device, host = _parts_busy(machine, blocks, again=shape.recompute)
-    if shape.graph:
-        host = fixed.graph_host.seconds * _block_count(config) * (2 if shape.recompute else 1)
+    device, host = _parts_busy(machine, blocks, again=recompute)
+    if graph:
+        host = fixed.graph_host.seconds * _block_count(config) * (2 if recompute else 1)
     more_device, more_host = _parts_busy(machine, ends, again=False)
     units = fsdp_units(config)
     device += more_device + fixed.block.seconds * units + fixed.round.seconds
     host += more_host + fixed.block_host.seconds * units + fixed.round_host.seconds
     device += fixed.round_token.seconds * tokens
-    if shape.shard == "zero3":
-        device += _copied(config, shape) * fixed.step_parameter.seconds
+    if axes.shard == "zero3":
+        device += _copied(config, axes) * fixed.step_parameter.seconds
     else:
         device += trained_parameters(config) * fixed.round_parameter.seconds
-    ranks = shape.tp * shape.pp
-    exchange = _weights_seconds(machine, config, shape) if shape.shard == "zero3" else 0.0
-    return Busy(device / ranks, host / shape.pp, exchange / ranks)
+    ranks = axes.tp * axes.pp
+    exchange = _weights_seconds(machine, config, axes) if axes.shard == "zero3" else 0.0
+    return Busy(device / ranks, host / axes.pp, exchange / ranks)
 
 
 def step_seconds(
@@ -405,30 +387,33 @@ def step_seconds(
     rounds: Sequence[Sequence[int]],
     *,
     tokens: Sequence[int],
-    shape: RunShape,
+    axes: Axes = ALONE,
+    recompute: bool = False,
+    graph: bool = False,
 ) -> float:
     """All rounds of a lane, gradient norm and optimizer. tokens: of each round, padded."""
-    busy = Busy(0.0, 0.0)
+    busy, how = Busy(0.0, 0.0), partial(round_busy, axes=axes, recompute=recompute, graph=graph)
     for lengths, total in zip(rounds, tokens, strict=True):
-        busy += round_busy(machine, config, lengths, tokens=total, shape=shape)
-    return (busy + update_busy(machine, config, shape=shape)).seconds
+        busy += how(machine, config, lengths, tokens=total)
+    return (busy + update_busy(machine, config, axes)).seconds
 
 
-def update_busy(machine: MachineProfile, config: DecoderConfig, *, shape: RunShape) -> Busy:
+def update_busy(machine: MachineProfile, config: DecoderConfig, axes: Axes) -> Busy:
     """What follows the rounds of a step, or happens once in them."""
-    fixed, ranks = machine.fixed, shape.tp * shape.pp
+    fixed, ranks = machine.fixed, axes.tp * axes.pp
     own = trained_parameters(config) / ranks
+    shards = 1 if axes.shard == "none" else axes.lanes
     device = fixed.step.seconds
-    device += own / shape.shards * (fixed.optimizer.seconds + fixed.norm.seconds)
-    if shape.shard != "zero3":
-        device += _copied(config, shape) / ranks * fixed.step_parameter.seconds
-        device += _weights_seconds(machine, config, shape) / ranks
+    device += own / shards * (fixed.optimizer.seconds + fixed.norm.seconds)
+    if axes.shard != "zero3":
+        device += _copied(config, axes) / ranks * fixed.step_parameter.seconds
+        device += _weights_seconds(machine, config, axes) / ranks
     return Busy(device, fixed.step_host.seconds)
 
 
-def _copied(config: DecoderConfig, shape: RunShape) -> float:
+def _copied(config: DecoderConfig, axes: Axes) -> float:
     """Parameters that FSDP copies and casts; of frozen ones it copies weights where lanes share."""
-    shared = shape.lanes > 1 and shape.shard != "none"
+    shared = axes.lanes > 1 and axes.shard != "none"
     frozen = parameter_count(config) if config.lora is not None and shared else 0
     return trained_parameters(config) + frozen / 2
 
@@ -439,7 +424,7 @@ def model_cost(
     *,
     lanes: int,
     capacity: int,
-    shard: str = "zero3",
+    shard: ShardMode = "zero3",
     dtype: str | None = None,
     recompute: bool = False,
     ep: int = 1,
@@ -448,29 +433,45 @@ def model_cost(
 
     cost: a machine profile, which `longshore calibrate` writes or Longshore ships, such as "h200";
     a CostProfile is returned as it is. shard: zero3, zero2 or none. dtype: None for the profile's.
-    recompute: whether blocks run again in backward. ep: ranks that experts are split over.
+    recompute: whether blocks run again in backward. ep: ranks that experts are split over, which
+    changes nothing, since lanes share experts and rows alike.
     """
     source = read_cost(str(cost)) if isinstance(cost, str | Path) else cost
     if isinstance(source, CostProfile):
         return source
-    shape = RunShape(
-        lanes=lanes, shard=shard, dtype=dtype or source.dtype, recompute=recompute, ep=ep
-    )
-    return cost_profile(source, model, capacity=capacity, shape=shape)
+    check_dtype(source, dtype or source.dtype)
+    axes = Axes(lanes=lanes, shard=shard)
+    return cost_profile(source, model, capacity=capacity, axes=axes, recompute=recompute)
+
+
+def check_dtype(machine: MachineProfile, dtype: str) -> None:
+    """Raises where a run computes in another dtype than was measured."""
+    if dtype != machine.dtype:
+        raise ValueError(
+            f"the profile of {machine.device} was measured in {machine.dtype}, but the run "
+            f"computes in {dtype}; measure it with longshore calibrate --dtype {dtype}"
+        )
 
 
 def cost_profile(
-    machine: MachineProfile, config: DecoderConfig, *, capacity: int, shape: RunShape
+    machine: MachineProfile,
+    config: DecoderConfig,
+    *,
+    capacity: int,
+    axes: Axes = ALONE,
+    recompute: bool = False,
+    graph: bool = False,
 ) -> CostProfile:
     """The planner's cost model, fitted to predicted rounds of up to `capacity` tokens.
 
     It has no cost of a sequence and no larger of two, so it agrees within some percent. pack: what
     one more pack costs, the calls of the mixers.
     """
-    whole = replace(shape, tp=1, pp=1)
+    whole = Axes(lanes=axes.lanes, shard=axes.shard)
+    how = partial(round_busy, axes=whole, recompute=recompute, graph=graph)
     rows, seconds, device = [], [], []
     for lengths in sample_rounds(capacity):
-        busy = round_busy(machine, config, lengths, tokens=sum(lengths), shape=whole)
+        busy = how(machine, config, lengths, tokens=sum(lengths))
         rows.append([1.0, float(sum(lengths)), float(sum(n * n for n in lengths))])
         seconds.append(busy.seconds)
         device.append(busy.device)
@@ -497,7 +498,7 @@ def cost_profile(
         round=once - pack,
         message=config.row_width * item * machine.fixed.message.seconds,
     )
-    return profile.on_ranks(tp=shape.tp, pp=shape.pp)
+    return profile.on_ranks(tp=axes.tp, pp=axes.pp)
 
 
 def sample_rounds(capacity: int) -> list[list[int]]:
@@ -514,21 +515,6 @@ def sample_rounds(capacity: int) -> list[list[int]]:
             samples.append([half, *[half // 8] * 8])
             samples.append([half, half // 2, half // 4, *[half // 32] * 8])
     return samples
-
-
-def _check(
-    machine: MachineProfile, lengths: Sequence[int], *, tokens: int, shape: RunShape
-) -> None:
-    if shape.dtype != machine.dtype:
-        raise ValueError(
-            f"the profile of {machine.device} was measured in {machine.dtype}, but the run "
-            f"computes in {shape.dtype}; measure it with longshore calibrate --dtype {shape.dtype}"
-        )
-    if tokens < sum(lengths):
-        raise ValueError(
-            f"tokens is {tokens}, fewer than the {sum(lengths)} of the sequences; give the padded "
-            "total"
-        )
 
 
 def _parts_busy(
@@ -570,17 +556,17 @@ def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
     return max(device, host)
 
 
-def _weights_seconds(machine: MachineProfile, config: DecoderConfig, shape: RunShape) -> float:
+def _weights_seconds(machine: MachineProfile, config: DecoderConfig, axes: Axes) -> float:
     """Seconds that weights and gradients travel between lanes: zero3 gathers twice a round."""
-    if shape.lanes == 1:
+    if axes.lanes == 1:
         return 0.0
     item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])
-    gathered = {"zero3": 2 * item, "zero2": item, "none": 0}[shape.shard]
+    gathered = {"zero3": 2 * item, "zero2": item, "none": 0}[axes.shard]
     # none: an all-reduce sends as much as a gather and a reduce-scatter.
-    summed = 2 * master if shape.shard == "none" else master
+    summed = 2 * master if axes.shard == "none" else master
     moved = trained_parameters(config) * (gathered + summed)
     if config.lora is not None:
         moved += parameter_count(config) * gathered
-    share = moved * (shape.lanes - 1) / shape.lanes
+    share = moved * (axes.lanes - 1) / axes.lanes
     # Across nodes too: there all lanes of a node fetch together, each through its own link.
     return share * machine.byte_gathered(across=False)

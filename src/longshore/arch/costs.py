@@ -36,14 +36,14 @@ from its mixer.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig, parts_of
 from longshore.arch.memory import (
-    WHOLE,
     ModelBytes,
-    ModelSplit,
+    RankSetting,
     block_saved,
     block_working,
     item_bytes,
@@ -52,7 +52,6 @@ from longshore.arch.memory import (
     rank_layers,
     sent_width,
     stage_saved,
-    whole_model,
 )
 from longshore.arch.part import Part, Sharing
 from longshore.ops.sizes import loss_bytes
@@ -178,38 +177,23 @@ class TokenBytes:
     """While its block is in backward."""
 
 
-def token_bytes(
-    config: DecoderConfig,
-    *,
-    dtype: str,
-    recompute: bool,
-    layout: Layout | None = None,
-    pp_rank: int = 0,
-    split: ModelSplit = WHOLE,
-) -> TokenBytes:
-    """Bytes of one token of each round; recompute: blocks save only their input.
-
-    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
-    many ranks its layers are split.
-    """
-    item, stages = item_bytes(dtype), layout or whole_model(config)
-    each = {
-        number: stage_saved(config, stages, number, item=item, recompute=recompute, split=split)
-        for number in stages.of_rank(pp_rank)
-    }
-    layers, width = rank_layers(config, stages, pp_rank, split), config.width
-    times = 2 if recompute else 1
+def token_bytes(config: DecoderConfig, how: RankSetting) -> TokenBytes:
+    """Bytes of one token of each round."""
+    item, axes, layout = item_bytes(how.dtype), how.axes, how.stages(config)
+    each = {number: stage_saved(config, number, how) for number in layout.of_rank(how.pp_rank)}
+    layers, width = rank_layers(config, how), config.width
+    times = 2 if how.recompute else 1
     blocks = [
-        times * block_saved(layer, width, item=item, split=split, lora=config.lora)
-        + block_working(layer, width, item=item, split=split)
+        times * block_saved(layer, width, item=item, axes=axes, lora=config.lora)
+        + block_working(layer, width, item=item, axes=axes)
         for layer in layers
     ]
     working = max(blocks, default=0)
-    if stages.pp > 1:
+    if layout.pp > 1:
         # A message that is received and one that is sent.
-        row = max(sent_width(config, stages, number) for number in each)
-        working += -(-2 * row * item // split.tp)
-    return TokenBytes(saved=most_in_flight(stages, pp_rank, each), working=working)
+        row = max(sent_width(config, layout, number) for number in each)
+        working += -(-2 * row * item // axes.tp)
+    return TokenBytes(saved=most_in_flight(layout, how.pp_rank, each), working=working)
 
 
 def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str, tp: int = 1) -> int:
@@ -234,173 +218,91 @@ def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str, tp: int = 1)
 
 
 def auto_capacity(
-    config: DecoderConfig,
-    *,
-    memory_bytes: int,
-    lanes: int,
-    shard: str,
-    dtype: str,
-    recompute: bool,
-    cp_sizes: Sequence[int],
-    sharing: Sharing,
-    layout: Layout | None = None,
-    split: ModelSplit = WHOLE,
+    config: DecoderConfig, how: RankSetting, *, memory_bytes: int, cp_sizes: Sequence[int]
 ) -> tuple[int, list[str]]:
     """The tokens a lane may hold in a round, a multiple of 256, and the calculation as lines.
 
-    With a pipeline they are those of the rank with the least.
+    With a pipeline they are those of the rank with the least. cp_sizes: those that a pack may
+    have; a lane may be full of its shard of one.
     """
-    stages = layout or whole_model(config)
-    ranks = [
-        RankMemory(
-            config=config,
-            layout=stages,
-            pp_rank=pp_rank,
-            memory_bytes=memory_bytes,
-            lanes=lanes,
-            shard=shard,
-            dtype=dtype,
-            recompute=recompute,
-            cp_sizes=cp_sizes,
-            sharing=sharing,
-            split=split,
-        ).capacity()
-        for pp_rank in range(stages.pp)
-    ]
+    ranks = (
+        _rank_capacity(config, replace(how, pp_rank=rank), memory=memory_bytes, cp_sizes=cp_sizes)
+        for rank in range(how.stages(config).pp)
+    )
     return min(ranks, key=lambda rank: rank[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """What a pipeline rank needs; without a pipeline there is one."""
+def _rank_capacity(
+    config: DecoderConfig, how: RankSetting, *, memory: int, cp_sizes: Sequence[int]
+) -> tuple[int, list[str]]:
+    """auto_capacity of one pipeline rank."""
+    model, token, layout = model_bytes(config, how), token_bytes(config, how), how.stages(config)
+    layers, item = rank_layers(config, how), item_bytes(how.dtype)
+    has_head = any(layout.stages[number].head for number in layout.of_rank(how.pp_rank))
+    free = memory // KEPT_FREE
+    usable, fixed = memory - free - model.total, token.saved + token.working
 
-    config: DecoderConfig
-    """The whole model."""
-    layout: Layout
-    """The stages."""
-    pp_rank: int
-    """Which rank it is."""
-    memory_bytes: int
-    """What it has."""
-    lanes: int
-    """Lanes that share the model."""
-    shard: str
-    """How they share it."""
-    dtype: str
-    """The dtype of the arithmetic."""
-    recompute: bool
-    """Whether blocks are recomputed."""
-    cp_sizes: Sequence[int]
-    """Those that a pack may have; a lane may be full of its shard of one."""
-    sharing: Sharing
-    """How lanes share a pack."""
-    split: ModelSplit
-    """Over how many ranks its layers are split."""
+    def loss_at(tokens: int) -> int:
+        tp = how.axes.tp
+        return logits_bytes(config, tokens, dtype=how.dtype, tp=tp) if has_head else 0
 
-    def exchanged(self, tokens: int) -> tuple[int, int]:
+    def exchanged_at(tokens: int) -> tuple[int, int]:
         """The most bytes, and the CP size that needs them, negative."""
-        layers = rank_layers(self.config, self.layout, self.pp_rank, self.split)
-        item, sharing = item_bytes(self.dtype), self.sharing
-        return max(
-            (exchanged_by(layers, size, tokens, sharing=sharing, item=item), -size)
-            for size in self.cp_sizes
+        of = partial(exchanged_by, layers, tokens=tokens, sharing=how.sharing, item=item)
+        return max((of(size), -size) for size in cp_sizes)
+
+    def is_too_much(steps: int) -> bool:
+        tokens = steps * STEP_TOKENS
+        return fixed * tokens + exchanged_at(tokens)[0] + loss_at(tokens) > usable
+
+    most = max(0, usable // (STEP_TOKENS * fixed))
+    # All below one that fits fit too.
+    capacity = STEP_TOKENS * bisect_left(range(1, most + 1), True, key=is_too_much)
+    tokens = max(capacity, STEP_TOKENS)
+    loss, (in_layer, cp_size) = loss_at(tokens), exchanged_at(tokens)
+    gathered = -(-in_layer // tokens)
+    each, left = fixed + gathered, usable - loss
+    lines = [
+        f"memory {_size(memory)}, {_size(free)} of it kept free",
+        _model_line(model, how, layout),
+        f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
+        f"a token {_size(each)}: {_size(token.saved)} saved"
+        f"{' for all rounds in flight' if layout.pp > 1 else ''}"
+        f"{', blocks recomputed' if how.recompute else ''}, {_size(token.working)} in "
+        f"backward, {_size(gathered)} gathered or expanded by a layer at CP size {-cp_size}",
+    ]
+    if (largest := max(cp_sizes)) > 1:
+        rows = f"{capacity * largest:,} tokens of a full pack"
+        lines.append(f"at CP size {largest} a lane's layer reads up to {rows}")
+    lines.append(f"capacity {_size(max(left, 0))} / {_size(each)} = {capacity} tokens")
+    if not capacity:
+        ways = ", or ".join(_ways_out(how, largest))
+        raise ValueError(
+            f"not even {STEP_TOKENS} tokens fit into a lane's memory: "
+            f"{_size(STEP_TOKENS * each - left)} are missing; {ways}\n" + "\n".join(lines)
         )
-
-    def loss(self, tokens: int) -> int:
-        numbers = self.layout.of_rank(self.pp_rank)
-        has_head = any(self.layout.stages[number].head for number in numbers)
-        if not has_head:
-            return 0
-        return logits_bytes(self.config, tokens, dtype=self.dtype, tp=self.split.tp)
-
-    def capacity(self) -> tuple[int, list[str]]:
-        """Tokens, and how they are calculated."""
-        model = model_bytes(
-            self.config,
-            lanes=self.lanes,
-            shard=self.shard,
-            dtype=self.dtype,
-            layout=self.layout,
-            pp_rank=self.pp_rank,
-            split=self.split,
-        )
-        token = token_bytes(
-            self.config,
-            dtype=self.dtype,
-            recompute=self.recompute,
-            layout=self.layout,
-            pp_rank=self.pp_rank,
-            split=self.split,
-        )
-        memory = self.memory_bytes
-        free = memory // KEPT_FREE
-        room = memory - free - model.total
-        fixed = token.saved + token.working
-
-        def fits(steps: int) -> bool:
-            tokens = steps * STEP_TOKENS
-            return fixed * tokens + self.exchanged(tokens)[0] + self.loss(tokens) <= room
-
-        capacity = STEP_TOKENS * _largest(room // (STEP_TOKENS * fixed), fits)
-        tokens = max(capacity, STEP_TOKENS)
-        loss, (in_layer, cp_size) = self.loss(tokens), self.exchanged(tokens)
-        gathered = -(-in_layer // tokens)
-        lines = [
-            f"memory {_size(memory)}, {_size(free)} of it kept free",
-            *self._lines(model, token, loss=loss, gathered=gathered, cp_size=-cp_size),
-            *_shared_pack(capacity, max(self.cp_sizes)),
-            f"capacity {_size(max(room - loss, 0))} / {_size(fixed + gathered)} = "
-            f"{capacity} tokens",
-        ]
-        if not capacity:
-            raise ValueError(
-                _no_room(room - loss, fixed + gathered, ways=self._ways(), lines=lines)
-            )
-        return capacity, lines
-
-    def _lines(
-        self, model: ModelBytes, token: TokenBytes, *, loss: int, gathered: int, cp_size: int
-    ) -> list[str]:
-        piped = self.layout.pp > 1
-        rank = f" of pipeline rank {self.pp_rank} in {self.layout}" if piped else ""
-        split = f", tp {self.split.tp}, ep {self.split.ep}" if self.split.any else ""
-        return [
-            f"model {_size(model.total)}{rank} with {self.shard} over {self.lanes} lanes{split}: "
-            f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
-            f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
-            f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
-            f"a token {_size(token.saved + token.working + gathered)}: {_size(token.saved)} saved"
-            f"{' for all rounds in flight' if piped else ''}"
-            f"{', blocks recomputed' if self.recompute else ''}, {_size(token.working)} in "
-            f"backward, {_size(gathered)} gathered or expanded by a layer at CP size {cp_size}",
-        ]
-
-    def _ways(self) -> list[str]:
-        return [
-            *([] if self.recompute else ["recompute blocks in backward"]),
-            *([] if self.shard == "zero3" else ["shard the model as zero3"]),
-            *([] if max(self.cp_sizes) == 1 else ["allow only smaller CP sizes"]),
-            "use more lanes or a smaller model",
-        ]
+    return capacity, lines
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits, where all below one that fits do; else 0."""
-    return bisect_left(range(1, max(most, 0) + 1), True, key=lambda number: not fits(number))
-
-
-def _shared_pack(capacity: int, cp_size: int) -> list[str]:
-    rows = capacity * cp_size
-    line = f"at CP size {cp_size} a lane's layer reads up to {rows:,} tokens of a full pack"
-    return [line] if cp_size > 1 else []
-
-
-def _no_room(room: int, each: int, *, ways: list[str], lines: list[str]) -> str:
-    lacking = STEP_TOKENS * each - room
+def _model_line(model: ModelBytes, how: RankSetting, layout: Layout) -> str:
+    axes = how.axes
+    rank = f" of pipeline rank {how.pp_rank} in {layout}" if layout.pp > 1 else ""
+    split = f", tp {axes.tp}, ep {axes.ep}" if axes.splits_layers else ""
     return (
-        f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
-        f"{', or '.join(ways)}\n" + "\n".join(lines)
+        f"model {_size(model.total)}{rank} with {axes.shard} over {axes.lanes} lanes{split}: "
+        f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
+        f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}"
     )
+
+
+def _ways_out(how: RankSetting, largest_cp: int) -> Iterator[str]:
+    if not how.recompute:
+        yield "recompute blocks in backward"
+    if how.axes.shard != "zero3":
+        yield "shard the model as zero3"
+    if largest_cp > 1:
+        yield "allow only smaller CP sizes"
+    yield "use more lanes or a smaller model"
 
 
 def _size(amount: int) -> str:

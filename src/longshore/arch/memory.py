@@ -33,27 +33,38 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig, decoder_on_tp_rank
-from longshore.arch.part import Part, Product, Saved
+from longshore.arch.part import Part, Product, Saved, Sharing
 from longshore.plan.layout import Layout, Stage, make_order, one_stage
+from longshore.plan.types import Axes
 from longshore.settings import ShardMode, names_of
 
 INPUT_BYTES = 48
 """Per token: id, label, position, index and masks, and the loss's copies of label and mask."""
 
 
+ALONE = Axes(lanes=1, shard="none")
+AUTO = Sharing("auto", "auto")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSplit:
-    """Over how many ranks each layer is split."""
+class RankSetting:
+    """How a rank trains."""
 
-    tp: int = 1
-    ep: int = 1
+    axes: Axes = ALONE
+    """How ranks share the model; shard is decided."""
+    dtype: str = "bfloat16"
+    """Dtype of the arithmetic."""
+    recompute: bool = False
+    """Whether blocks are recomputed: they save only their input."""
+    layout: Layout | None = None
+    """The stages; None without a pipeline."""
+    pp_rank: int = 0
+    """Which pipeline rank it is."""
+    sharing: Sharing = AUTO
+    """How lanes share a pack."""
 
-    @property
-    def any(self) -> bool:
-        return self.tp > 1 or self.ep > 1
-
-
-WHOLE = ModelSplit()
+    def stages(self, config: DecoderConfig) -> Layout:
+        return self.layout or whole_model(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +95,27 @@ def whole_model(config: DecoderConfig) -> Layout:
     return one_stage(layers=len(config.layers), depths=len(config.mtp))
 
 
-def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WHOLE) -> Parameters:
+def stage_parameters(config: DecoderConfig, stage: Stage, axes: Axes = ALONE) -> Parameters:
     """Parameters of a stage; a tied head needs none of its own beside the embedding."""
-    width, local = config.width, decoder_on_tp_rank(config, split.tp)
+    width, local = config.width, decoder_on_tp_rank(config, axes.tp)
     layers = [
-        layer_parameters(layer, width, split, config.lora) for layer in stage_layers(local, stage)
+        layer_parameters(layer, width, axes, config.lora) for layer in stage_layers(local, stage)
     ]
     joins = len(stage.depths) * config.join_parameters
     tables = stage.has_embedding + (stage.head and not (config.tied and stage.has_embedding))
-    rows = -(-config.vocab_size // split.tp)
+    rows = -(-config.vocab_size // axes.tp)
     ends = Parameters(joins + tables * rows * width + stage.norm * config.norm_parameters)
     return sum(layers, start=ends)
 
 
 def layer_parameters(
-    layer: LayerConfig, width: int, split: ModelSplit, lora: LoRAConfig | None = None
+    layer: LayerConfig, width: int, axes: Axes, lora: LoRAConfig | None = None
 ) -> Parameters:
     """layer: as a TP rank has it."""
     count = layer.parameters(width)
     factors = lora.rank * sum(each.k + each.n for each in _products(layer, width)) if lora else 0
-    routed = sum(part.expert_parameters(width) for part in layer.parts) if split.any else 0
-    return Parameters(count - routed, routed // split.ep, factors)
+    routed = sum(part.expert_parameters(width) for part in layer.parts) if axes.splits_layers else 0
+    return Parameters(count - routed, routed // axes.ep, factors)
 
 
 def _products(layer: LayerConfig, width: int) -> list[Product]:
@@ -124,33 +135,24 @@ def stage_layers(config: DecoderConfig, stage: Stage) -> tuple[LayerConfig, ...]
     return (*(config.layers[i] for i in stage.layers), *(config.mtp[i] for i in stage.depths))
 
 
-def rank_layers(
-    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit = WHOLE
-) -> list[LayerConfig]:
+def rank_layers(config: DecoderConfig, how: RankSetting) -> list[LayerConfig]:
     """The layers of a pipeline rank, as a TP rank has them."""
-    local = decoder_on_tp_rank(config, split.tp)
-    stages = (layout.stages[number] for number in layout.of_rank(pp_rank))
+    local, layout = decoder_on_tp_rank(config, how.axes.tp), how.stages(config)
+    stages = (layout.stages[number] for number in layout.of_rank(how.pp_rank))
     return [layer for stage in stages for layer in stage_layers(local, stage)]
 
 
-def stage_saved(
-    config: DecoderConfig,
-    layout: Layout,
-    number: int,
-    *,
-    item: int,
-    recompute: bool,
-    split: ModelSplit = WHOLE,
-) -> int:
+def stage_saved(config: DecoderConfig, number: int, how: RankSetting) -> int:
     """Bytes that a stage saves of one token of one round."""
-    width, stage, tp = config.width, layout.stages[number], split.tp
+    layout, item, tp = how.stages(config), item_bytes(how.dtype), how.axes.tp
+    width, stage = config.width, layout.stages[number]
     layers = stage_layers(decoder_on_tp_rank(config, tp), stage)
     own_row = -(-width * item // tp)
     block_row = -(-config.row_width * item // tp)
     lora = config.lora
-    blocks = sum(block_saved(layer, width, item=item, split=split, lora=lora) for layer in layers)
+    blocks = sum(block_saved(layer, width, item=item, axes=how.axes, lora=lora) for layer in layers)
     tables = sum(saved_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
-    saved = INPUT_BYTES + tables + (len(layers) * block_row if recompute else blocks)
+    saved = INPUT_BYTES + tables + (len(layers) * block_row if how.recompute else blocks)
     if config.residuals is not None:
         collapses = stage.norm + len(stage.depths)
         collapse = config.residuals.collapse_saved(width)
@@ -176,7 +178,7 @@ def block_saved(
     width: int,
     *,
     item: int,
-    split: ModelSplit,
+    axes: Axes,
     lora: LoRAConfig | None = None,
 ) -> int:
     """Bytes of one token; layer: as a TP rank has it. What parts save, and norms' inputs and rows.
@@ -187,13 +189,13 @@ def block_saved(
     for part in layer.parts:
         own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
         if part.routed_experts:
-            own, gathered = own + gathered + part.dispatch_saved(split.ep), Saved(0)
+            own, gathered = own + gathered + part.dispatch_saved(axes.ep), Saved(0)
         own += layer.mixing_saved(width)
-        total += _rows_saved(own, gathered, item, split.tp)
+        total += _rows_saved(own, gathered, item, axes.tp)
     return total
 
 
-def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
+def block_working(layer: LayerConfig, width: int, *, item: int, axes: Axes) -> int:
     """Bytes of one token that exist only while a block runs, besides what it saves.
 
     A split part's sum and the gradient of its gathered rows; rows on their way to experts and back.
@@ -201,12 +203,12 @@ def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSpli
 
     def of(part: Part) -> int:
         if part.routed_experts:
-            return -(-2 * width * item * part.dispatched(split.ep) // split.tp)
-        return 2 * width * item if split.tp > 1 else 0
+            return -(-2 * width * item * part.dispatched(axes.ep) // axes.tp)
+        return 2 * width * item if axes.tp > 1 else 0
 
     # The gradients of residual rows: of the rows themselves, mixed, and in float32.
     rows = layer.row(width) * (2 * item + max(item, 4)) if layer.residuals else 0
-    return max(map(of, layer.parts)) - (-rows // split.tp)
+    return max(map(of, layer.parts)) - (-rows // axes.tp)
 
 
 def _rows_saved(own: Saved, gathered: Saved, item: int, tp: int) -> int:
@@ -252,33 +254,18 @@ class ModelBytes:
         )
 
 
-def model_bytes(
-    config: DecoderConfig,
-    *,
-    lanes: int,
-    shard: str,
-    dtype: str,
-    layout: Layout | None = None,
-    pp_rank: int = 0,
-    split: ModelSplit = WHOLE,
-) -> ModelBytes:
-    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`.
-
-    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
-    many ranks its layers are split.
-    """
-    item = item_bytes(dtype)
+def model_bytes(config: DecoderConfig, how: RankSetting) -> ModelBytes:
+    """Bytes of weights, gradients and optimizer on a rank."""
+    item, axes = item_bytes(how.dtype), how.axes
+    lanes, shard = axes.lanes, axes.shard
     if shard not in SHARD_MODES:
         raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
-    if lanes < 1:
-        raise ValueError(f"lanes is {lanes}; it must be at least 1")
-    stages = layout or whole_model(config)
-    mine = (stages.stages[number] for number in stages.of_rank(pp_rank))
-    counts = sum((stage_parameters(config, stage, split) for stage in mine), start=Parameters(0))
-    layers = rank_layers(config, stages, pp_rank, split)
-    blocks = [layer_parameters(layer, config.width, split, config.lora) for layer in layers]
-    replicas = max(1, lanes * split.tp // split.ep)
-    part = -(-counts.common // lanes) + -(-counts.experts // replicas)
+    layout = how.stages(config)
+    mine = (layout.stages[number] for number in layout.of_rank(how.pp_rank))
+    counts = sum((stage_parameters(config, stage, axes) for stage in mine), start=Parameters(0))
+    layers = rank_layers(config, how)
+    blocks = [layer_parameters(layer, config.width, axes, config.lora) for layer in layers]
+    part = -(-counts.common // lanes) + -(-counts.experts // axes.expert_replicas)
     whole = _Shared(counts.total, part, [block.total for block in blocks])
     if config.lora is None:
         return _trained(whole, item, shard)

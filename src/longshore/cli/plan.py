@@ -30,6 +30,7 @@ from longshore.plan.planner import plan_setting
 from longshore.plan.types import (
     DEFAULT_POLICY,
     POLICIES,
+    Axes,
     Plan,
     PlanSetting,
     policy_named,
@@ -108,10 +109,6 @@ CHOICES = {
     "cp-sizes": names_of(CPSizes),
     "sync": names_of(Sync),
 }
-PLANNER = (
-    *("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align"),
-    *("tp", "ep", "pp", "vpp"),
-)
 COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]
 DEMO_LANES, DEMO_CAPACITY = 32, 16384
 
@@ -124,7 +121,8 @@ def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
         usage="longshore plan (LENGTHS.csv --lanes N --capacity C | --demo) [options]",
         text=plan_help(),
     )
-    parser.set_defaults(run=run_plan)
+    parser.set_defaults(run=run_plan, policy=DEFAULT_POLICY, sync="round", cp_sizes="pow2")
+    parser.set_defaults(min_cp=1, align=1, ep=1, pp=1, vpp=1)
     hidden = argparse.SUPPRESS  # PLAN_HELP describes them all
     parser.add_argument("lengths", nargs="?", help=hidden)
     parser.add_argument("--demo", action="store_true", help=hidden)
@@ -157,21 +155,32 @@ def _policy_name(text: str) -> str:
 def run_plan(args: argparse.Namespace) -> None:
     _check_complete(args)
     steps = _steps(args)
-    options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
-    options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
-    ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
+    axes, capacity = _axes(args), args.capacity or DEMO_CAPACITY
     cost = _read_cost(args.cost)
-    options |= {"profile": _profile(args, options, cost).on_ranks(**ranks)}
+    profile = _profile(args, cost, axes=axes, capacity=capacity)
     _check_outputs(args)
-    policy = args.policy or DEFAULT_POLICY
-    if policy not in POLICIES:
+    if args.policy not in POLICIES:
         working_folder_last()
-    setting = plan_setting(policy=policy, **options)
+    setting = plan_setting(
+        axes,
+        capacity=capacity,
+        policy=args.policy,
+        sync=args.sync,
+        profile=profile.on_ranks(tp=axes.tp, pp=axes.pp),
+        cp_size=args.cp_size,
+        min_cp=args.min_cp,
+        max_cp=args.max_cp,
+        cp_sizes=args.cp_sizes,
+        max_sequences=args.max_sequences,
+        align=args.align,
+    )
     others: dict[str, list[Plan] | str] = {}
     try:
         plans = _plan_steps(steps, setting)
         if args.html:
-            others = {name: _compare(steps, name, setting) for name in COMPARED if name != policy}
+            others = {
+                name: _compare(steps, name, setting) for name in COMPARED if name != args.policy
+            }
     finally:
         _progress("")
     if args.json:
@@ -180,8 +189,9 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.html:
         _write(args.html, lambda path: write_plan_page(path, plans, others))
     if args.gpus:
-        say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
-    if len(divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]):
+        say(f"lanes = {args.gpus} GPUs / (tp {axes.tp} x pp {axes.pp}) = {axes.lanes}")
+    ranks = {"tp": axes.tp, "pp": axes.pp}
+    if divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]:
         say(
             f"times: the cost of one GPU, divided by {' x '.join(divided)}; what tensor "
             "parallelism communicates is not included"
@@ -247,22 +257,22 @@ def _check_complete(args: argparse.Namespace) -> None:
         raise ValueError("give --capacity, the most tokens a lane holds in a round, such as 16384")
 
 
-def _lanes(args: argparse.Namespace) -> int:
-    if args.gpus is None:
-        return args.lanes or DEMO_LANES
-    tp, pp = args.tp or 1, args.pp or 1
-    lanes, rest = divmod(args.gpus, tp * pp)
+def _axes(args: argparse.Namespace) -> Axes:
+    tp, pp = args.tp or 1, args.pp
+    lanes, rest = args.lanes or DEMO_LANES, 0
+    if args.gpus is not None:
+        lanes, rest = divmod(args.gpus, tp * pp)
     if rest:
         working = [str(count * tp * pp) for count in (lanes, lanes + 1) if count]
         raise ValueError(
             f"--gpus {args.gpus} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; "
             f"--gpus {' or '.join(working)} would work"
         )
-    return int(lanes)
+    return Axes(lanes=lanes, tp=tp, pp=pp, vpp=args.vpp, ep=args.ep)
 
 
 def _profile(
-    args: argparse.Namespace, options: dict[str, Any], cost: CostProfile | MachineProfile
+    args: argparse.Namespace, cost: CostProfile | MachineProfile, *, axes: Axes, capacity: int
 ) -> CostProfile:
     """The whole model on one GPU."""
     if isinstance(cost, CostProfile):
@@ -280,10 +290,9 @@ def _profile(
     return model_cost(
         cost,
         preset(args.model),
-        lanes=options["lanes"],
-        capacity=options["capacity"],
+        lanes=axes.lanes,
+        capacity=capacity,
         shard="none" if args.sync == "step" else "zero3",
-        ep=args.ep or 1,
     )
 
 

@@ -51,8 +51,8 @@ from longshore.config.schema import (
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import PlaceError, plan_setting, plan_step
-from longshore.plan.shapes import make_buckets, rank_refusals, sync_refusals
-from longshore.plan.types import DEFAULT_POLICY, PlanSetting, policy_named
+from longshore.plan.shapes import make_buckets, sync_refusals
+from longshore.plan.types import DEFAULT_POLICY, Axes, PlanSetting, policy_named, rank_refusals
 from longshore.settings import GraphLayer, names_of
 from longshore.user_code import (
     check_module_exists,
@@ -398,16 +398,17 @@ def planner_setting(
     """What the run's steps are planned with."""
     plan, layout = config.plan, pipeline_layout(config, decoder)
     cost = run_cost(config, decoder, lanes=lanes, capacity=capacity)
+    tp, ep = config.parallel.tp, config.parallel.ep
     # How stages share a round's cost matters with a pipeline, or experts over ranks.
-    shares = layout.pp > 1 or config.parallel.ep > 1
+    shares = layout.pp > 1 or ep > 1
     recompute = config.train.recompute == "blocks"
     return plan_setting(
-        lanes=lanes,
+        Axes(lanes=lanes, tp=tp, pp=layout.pp, vpp=layout.vpp, ep=ep),
         capacity=capacity,
         # The data's packs come with each step; without them, as for held-out data, any policy does.
         policy=DEFAULT_POLICY if policy_named(plan.policy).needs_packs else plan.policy,
         sync=plan.sync,
-        profile=cost.on_ranks(tp=config.parallel.tp, pp=layout.pp),
+        profile=cost.on_ranks(tp=tp, pp=layout.pp),
         cp_size=plan.cp_size or None,
         min_cp=plan.min_cp,
         max_cp=plan.max_cp or None,
@@ -416,10 +417,6 @@ def planner_setting(
         max_sequences=plan.max_sequences or None,
         align=lane_align(config),
         buckets=lane_buckets(config, capacity),
-        tp=config.parallel.tp,
-        ep=config.parallel.ep,
-        pp=layout.pp,
-        vpp=layout.vpp,
         layout=layout if shares else None,
         stage_costs=stage_costs(decoder, layout, recompute=recompute) if shares else None,
     )

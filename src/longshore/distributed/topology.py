@@ -14,109 +14,17 @@ same experts as rank 6, its other expert replica.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two, rank_refusals
-
-AXES = ("pp", "lanes", "tp")
-EXPERT_AXES = ("pp", "expert_replicas", "ep")
-"""The same ranks, as layers of experts divide them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The sizes of the axes, and the arithmetic between ranks and coordinates."""
-
-    lanes: int
-    """Data and context parallelism together."""
-    tp: int = 1
-    """Tensor parallelism."""
-    pp: int = 1
-    """Pipeline parallelism."""
-    ep: int = 1
-    """Expert parallelism: ranks of a pipeline rank that share one set of experts."""
-
-    def __post_init__(self) -> None:
-        for axis in fields(Axes):
-            _check_size(axis.name, getattr(self, axis.name))
-        for why in rank_refusals(lanes=self.lanes, tp=self.tp, ep=self.ep):
-            raise ValueError(why)
-
-    @property
-    def expert_replicas(self) -> int:
-        """How many ranks of a pipeline rank have the same experts."""
-        return self.lanes * self.tp // self.ep
-
-    @property
-    def world_size(self) -> int:
-        return self.lanes * self.tp * self.pp
-
-    def check_world_size(self, ranks: int) -> None:
-        """Raises unless the axes multiply to this number of ranks."""
-        if ranks == self.world_size:
-            return
-        each = self.tp * self.pp
-        fits = f", or set lanes to {ranks // each}" if ranks and ranks % each == 0 else ""
-        raise ValueError(
-            f"{self.lanes} lanes × tp {self.tp} × pp {self.pp} make {self.world_size} ranks, "
-            f"but there are {ranks}; start {self.world_size}{fits}"
-        )
-
-    def rank_at(self, *, lane: int, tp_rank: int = 0, pp_rank: int = 0) -> int:
-        """The rank at these coordinates."""
-        for name, at, size in (
-            ("lane", lane, self.lanes),
-            ("tp_rank", tp_rank, self.tp),
-            ("pp_rank", pp_rank, self.pp),
-        ):
-            if not 0 <= at < size:
-                raise ValueError(f"{name} is {at}; it must be from 0 to {size - 1}")
-        return (pp_rank * self.lanes + lane) * self.tp + tp_rank
-
-    def lane_of(self, rank: int) -> int:
-        return rank // self.tp % self.lanes
-
-    def tp_rank_of(self, rank: int) -> int:
-        return rank % self.tp
-
-    def pp_rank_of(self, rank: int) -> int:
-        return rank // (self.lanes * self.tp)
-
-    def ep_rank_of(self, rank: int) -> int:
-        return rank % self.ep
-
-    def lane_blocks(self, lanes: Sequence[int]) -> list[list[int]]:
-        """For each TP and PP coordinate, the ranks of these lanes, in the order of the lanes."""
-        return [
-            [self.rank_at(lane=lane, tp_rank=tp_rank, pp_rank=pp_rank) for lane in lanes]
-            for pp_rank in range(self.pp)
-            for tp_rank in range(self.tp)
-        ]
-
-    def blocks(self, axis: str) -> list[list[int]]:
-        """All groups along one of AXES or EXPERT_AXES, each as its ranks; every rank is in one."""
-        axes = AXES if axis in AXES else EXPERT_AXES
-        mesh = np.arange(self.world_size).reshape([getattr(self, name) for name in axes])
-        size: int = getattr(self, axis)
-        blocks: list[list[int]] = np.moveaxis(mesh, axes.index(axis), -1).reshape(-1, size).tolist()
-        return blocks
-
-
-def _check_size(name: str, size: object) -> None:
-    try:
-        good = index(size) >= 1 and not isinstance(size, bool)  # type: ignore[arg-type]
-    except TypeError:
-        good = False
-    if not good:
-        raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
+from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two
+from longshore.plan.types import AXES, Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +140,11 @@ def make_topology(
 
     All numbers are checked before a group is created.
     """
-    axes = Axes(lanes=lanes, tp=tp, pp=pp, ep=ep)
+    return topology_of(Axes(lanes=lanes, tp=tp, pp=pp, ep=ep), device)
+
+
+def topology_of(axes: Axes, device: torch.device | str) -> Topology:
+    """make_topology with the axes of a run."""
     if not dist.is_initialized():
         raise RuntimeError("there is no default process group; call init_process_group first")
     axes.check_world_size(dist.get_world_size())
@@ -243,15 +155,13 @@ def make_topology(
         # Before the mesh is created, which would choose a device by itself.
         torch.cuda.init()
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (pp, lanes, tp), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type, (axes.pp, axes.lanes, axes.tp), mesh_dim_names=AXES)
     world = dist.group.WORLD
     assert world is not None
     groups = Groups(device=device, world=world, **{axis: mesh.get_group(axis) for axis in AXES})
-    experts = _expert_groups(axes, groups) if tp > 1 or ep > 1 else None
+    experts = _expert_groups(axes, groups) if axes.splits_layers else None
     rank = dist.get_rank()
-    return Topology(
-        lanes=lanes, tp=tp, pp=pp, ep=ep, rank=rank, mesh=mesh, groups=groups, experts=experts
-    )
+    return Topology(**asdict(axes), rank=rank, mesh=mesh, groups=groups, experts=experts)
 
 
 def _expert_groups(axes: Axes, groups: Groups) -> ExpertGroups:

@@ -23,13 +23,13 @@ from longshore.plan.policies import Choice, Rounds, Task, load_policy, step_boun
 from longshore.plan.shapes import (
     check_buckets,
     legal_cp_sizes,
-    rank_refusals,
     sync_refusals,
     usable_capacity,
 )
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.types import (
     DEFAULT_POLICY,
+    Axes,
     Plan,
     PlanSetting,
     Sequence,
@@ -106,8 +106,9 @@ def make_plan(
     the indices of each pack's sequences, or (CP size, indices). rounds: instead of packs, whole
     rounds of (first lane, CP size, indices), which become the plan as they are.
     """
+    n = _whole_numbers(lanes=lanes, tp=tp, ep=ep, pp=pp, vpp=vpp)
     setting = plan_setting(
-        lanes=lanes,
+        Axes(lanes=n["lanes"], tp=n["tp"], pp=n["pp"], vpp=n["vpp"], ep=n["ep"]),
         capacity=capacity,
         policy=policy,
         sync=sync,
@@ -120,10 +121,6 @@ def make_plan(
         max_sequences=max_sequences,
         align=align,
         buckets=buckets,
-        tp=tp,
-        ep=ep,
-        pp=pp,
-        vpp=vpp,
         layout=layout,
         stage_costs=stage_costs,
     )
@@ -131,8 +128,8 @@ def make_plan(
 
 
 def plan_setting(
+    axes: Axes,
     *,
-    lanes: int,
     capacity: int,
     policy: str = DEFAULT_POLICY,
     sync: str = "round",
@@ -145,36 +142,31 @@ def plan_setting(
     max_sequences: int | None = None,
     align: int = 1,
     buckets: Iterable[int] = (),
-    tp: int = 1,
-    ep: int = 1,
-    pp: int = 1,
-    vpp: int = 1,
     layout: Layout | None = None,
     stage_costs: StageCosts | None = None,
 ) -> PlanSetting:
     """The setting that make_plan's keywords ask for; raises where no step could be planned."""
-    counts = _whole_numbers(lanes=lanes, capacity=capacity, cp_size=cp_size, min_cp=min_cp)
-    counts |= _whole_numbers(max_cp=max_cp, heads=heads, max_sequences=max_sequences, align=align)
-    counts |= _whole_numbers(tp=tp, ep=ep, pp=pp, vpp=vpp)
+    counts = _whole_numbers(capacity=capacity, cp_size=cp_size, min_cp=min_cp, max_cp=max_cp)
+    counts |= _whole_numbers(heads=heads, max_sequences=max_sequences, align=align)
     setting = PlanSetting(
-        lanes=counts["lanes"],
+        lanes=axes.lanes,
         capacity=counts["capacity"],
         policy=policy,
         sync=sync,
         cp_sizes=legal_cp_sizes(
-            counts["lanes"],
+            axes.lanes,
             kind=cp_sizes,
             min_cp=counts["min_cp"],
             max_cp=counts.get("max_cp"),
             heads=counts.get("heads"),
         ),
         profile=profile,
-        align=math.lcm(counts["align"], counts["tp"]),
+        align=math.lcm(counts["align"], axes.tp),
         max_sequences=counts.get("max_sequences"),
-        pp=counts["pp"],
-        vpp=counts["vpp"],
-        tp=counts["tp"],
-        ep=counts["ep"],
+        pp=axes.pp,
+        vpp=axes.vpp,
+        tp=axes.tp,
+        ep=axes.ep,
         cp_size=counts.get("cp_size", 0),
     )
     sizes = [_whole_numbers(buckets=size)["buckets"] for size in buckets]
@@ -308,10 +300,7 @@ def _check_setting(setting: PlanSetting) -> None:
     cp_size = setting.cp_size
     if setting.sync not in names_of(Sync):
         raise ValueError(f"plan.sync is {setting.sync!r}; it may be 'round' or 'step'")
-    for why in (
-        *sync_refusals(setting.sync, pp=setting.pp, ep=setting.ep),
-        *rank_refusals(lanes=setting.lanes, tp=setting.tp, ep=setting.ep),
-    ):
+    for why in sync_refusals(setting.sync, pp=setting.pp, ep=setting.ep):
         raise ValueError(why)
     if setting.vpp > 1 and setting.pp == 1:
         raise ValueError(

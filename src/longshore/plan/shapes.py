@@ -64,17 +64,6 @@ def legal_cp_sizes(
     return legal
 
 
-def rank_refusals(*, lanes: int, tp: int, ep: int) -> Iterator[str]:
-    """Why the ranks of a pipeline stage cannot share experts `ep` by `ep`, and what works."""
-    ranks = lanes * tp
-    if ranks % ep:
-        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        yield (
-            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
-            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
-        )
-
-
 def sync_refusals(sync: str, *, pp: int, ep: int) -> Iterator[str]:
     """Why lanes cannot wait for each other only once a step."""
     if sync == "step" and pp > 1:

@@ -1,4 +1,4 @@
-"""The types of a plan, Plan ⊃ Round ⊃ Pack ⊃ Sequence, the registry of policies, and the digest.
+"""The types of a plan, Plan ⊃ Round ⊃ Pack ⊃ Sequence, its digest, policies, and parallel axes.
 
 A pack names its sequences by their index in the plan's list. Two sequences of 8 and 3 tokens on 2
 lanes, the first split over both, the second beside it on lane 1, make one round:
@@ -14,7 +14,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import index
 from typing import NoReturn
+
+import numpy as np
 
 from longshore.plan.cost import (
     EMPTY_TOKENS,
@@ -24,6 +27,7 @@ from longshore.plan.cost import (
     StageCosts,
     equal_stages,
 )
+from longshore.settings import ShardChoice
 
 DEFAULT_POLICY = "mixed"
 
@@ -254,3 +258,116 @@ def plan_digest(setting: PlanSetting, sequences: Seq[Sequence], rounds: Seq[Roun
             for pack in round_.packs
         ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+AXES = ("pp", "lanes", "tp")
+EXPERT_AXES = ("pp", "expert_replicas", "ep")
+"""The same ranks, as layers of experts divide them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The parallel axes of a run, and the arithmetic between ranks and coordinates."""
+
+    lanes: int
+    """Data and context parallelism together."""
+    tp: int = 1
+    """Tensor parallelism."""
+    pp: int = 1
+    """Pipeline parallelism."""
+    vpp: int = 1
+    """Stages of each pipeline rank, unless a layout by hand has others."""
+    ep: int = 1
+    """Expert parallelism: ranks of a pipeline rank that share one set of experts."""
+    shard: ShardChoice = "auto"
+    """What lanes split of the model (ZeRO); "auto": not decided yet."""
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "tp", "pp", "vpp", "ep"):
+            _check_size(name, getattr(self, name))
+        for why in rank_refusals(lanes=self.lanes, tp=self.tp, ep=self.ep):
+            raise ValueError(why)
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether ranks of a pipeline rank split a layer's matrices or its experts."""
+        return self.tp > 1 or self.ep > 1
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many ranks of a pipeline rank have the same experts."""
+        return self.lanes * self.tp // self.ep
+
+    @property
+    def world_size(self) -> int:
+        return self.lanes * self.tp * self.pp
+
+    def check_world_size(self, ranks: int) -> None:
+        """Raises unless the axes multiply to this number of ranks."""
+        if ranks == self.world_size:
+            return
+        each = self.tp * self.pp
+        fits = f", or set lanes to {ranks // each}" if ranks and ranks % each == 0 else ""
+        raise ValueError(
+            f"{self.lanes} lanes × tp {self.tp} × pp {self.pp} make {self.world_size} ranks, "
+            f"but there are {ranks}; start {self.world_size}{fits}"
+        )
+
+    def rank_at(self, *, lane: int, tp_rank: int = 0, pp_rank: int = 0) -> int:
+        """The rank at these coordinates."""
+        for name, at, size in (
+            ("lane", lane, self.lanes),
+            ("tp_rank", tp_rank, self.tp),
+            ("pp_rank", pp_rank, self.pp),
+        ):
+            if not 0 <= at < size:
+                raise ValueError(f"{name} is {at}; it must be from 0 to {size - 1}")
+        return (pp_rank * self.lanes + lane) * self.tp + tp_rank
+
+    def lane_of(self, rank: int) -> int:
+        return rank // self.tp % self.lanes
+
+    def tp_rank_of(self, rank: int) -> int:
+        return rank % self.tp
+
+    def pp_rank_of(self, rank: int) -> int:
+        return rank // (self.lanes * self.tp)
+
+    def ep_rank_of(self, rank: int) -> int:
+        return rank % self.ep
+
+    def lane_blocks(self, lanes: Seq[int]) -> list[list[int]]:
+        """For each TP and PP coordinate, the ranks of these lanes, in the order of the lanes."""
+        return [
+            [self.rank_at(lane=lane, tp_rank=tp_rank, pp_rank=pp_rank) for lane in lanes]
+            for pp_rank in range(self.pp)
+            for tp_rank in range(self.tp)
+        ]
+
+    def blocks(self, axis: str) -> list[list[int]]:
+        """All groups along one of AXES or EXPERT_AXES, each as its ranks; every rank is in one."""
+        axes = AXES if axis in AXES else EXPERT_AXES
+        mesh = np.arange(self.world_size).reshape([getattr(self, name) for name in axes])
+        size: int = getattr(self, axis)
+        blocks: list[list[int]] = np.moveaxis(mesh, axes.index(axis), -1).reshape(-1, size).tolist()
+        return blocks
+
+
+def _check_size(name: str, size: object) -> None:
+    try:
+        good = index(size) >= 1 and not isinstance(size, bool)  # type: ignore[arg-type]
+    except TypeError:
+        good = False
+    if not good:
+        raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
+
+
+def rank_refusals(*, lanes: int, tp: int, ep: int) -> Iterator[str]:
+    """Why the ranks of a pipeline stage cannot share experts `ep` by `ep`, and what works."""
+    ranks = lanes * tp
+    if ranks % ep:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        yield (
+            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
+            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
+        )

@@ -21,7 +21,7 @@ import numpy as np
 
 from longshore.arch.costs import auto_capacity
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.memory import ModelSplit, model_bytes
+from longshore.arch.memory import RankSetting, model_bytes
 from longshore.arch.part import Sharing
 from longshore.config.check import (
     NO_GPU,
@@ -47,7 +47,7 @@ from longshore.plan.graph_use import (
 from longshore.plan.layout import Layout
 from longshore.plan.planner import plan_step
 from longshore.plan.shapes import legal_cp_sizes
-from longshore.plan.types import Plan, policy_named
+from longshore.plan.types import Axes, Plan, policy_named
 from longshore.run.data import batch_size
 from longshore.settings import ShardMode
 from longshore.user_code import is_installed
@@ -170,21 +170,22 @@ def resolve(
     """
     refuse(_graph_refusals(config, decoder, device=device))
     layout = pipeline_layout(config, decoder)
-    shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
+    how = RankSetting(
+        axes=run_axes(config, lanes),
+        dtype=dtype,
+        recompute=config.train.recompute == "blocks",
+        layout=layout,
+        sharing=Sharing(config.parallel.attention, config.parallel.scan),
+    )
+    shard, why = _shard(how, decoder, memory=memory, sync=config.plan.sync)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
     capacity = config.plan.capacity
     if capacity == "auto":
         capacity, arithmetic = auto_capacity(
             decoder,
+            replace(how, axes=replace(how.axes, shard=shard)),
             memory_bytes=memory - graph_bytes(config.graph, memory),
-            lanes=lanes,
-            shard=shard,
-            dtype=dtype,
-            recompute=config.train.recompute == "blocks",
             cp_sizes=possible_cp_sizes(config, decoder, lanes=lanes),
-            sharing=Sharing(config.parallel.attention, config.parallel.scan),
-            layout=layout if layout.pp > 1 else None,
-            split=_split(config),
         )
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
@@ -225,42 +226,29 @@ def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
     )
 
 
-def _split(config: RunConfig) -> ModelSplit:
-    return ModelSplit(tp=config.parallel.tp, ep=config.parallel.ep)
+def run_axes(config: RunConfig, lanes: int) -> Axes:
+    """The parallel axes of a run, as it is configured."""
+    of = config.parallel
+    return Axes(lanes=lanes, tp=of.tp, pp=of.pp, vpp=of.vpp, ep=of.ep, shard=of.shard)
 
 
 def _shard(
-    config: RunConfig,
-    decoder: DecoderConfig,
-    layout: Layout,
-    *,
-    lanes: int,
-    dtype: str,
-    memory: int,
+    how: RankSetting, decoder: DecoderConfig, *, memory: int, sync: str
 ) -> tuple[ShardMode, str]:
     """How the stages are split: whole on every rank while that takes a quarter of the memory."""
-    if config.parallel.shard != "auto":
-        return config.parallel.shard, ""
-    split = _split(config)
-    whole = max(
-        model_bytes(
-            decoder,
-            lanes=lanes,
-            shard="none",
-            dtype=dtype,
-            layout=layout,
-            pp_rank=rank,
-            split=split,
-        ).total
-        for rank in range(layout.pp)
-    )
-    what = "its stages" if layout.pp > 1 else "the whole model"
-    if split.any:
+    axes = how.axes
+    if axes.shard != "auto":
+        return axes.shard, ""
+    none = replace(how, axes=replace(axes, shard="none"))
+    ranks = (replace(none, pp_rank=rank) for rank in range(axes.pp))
+    whole = max(model_bytes(decoder, rank).total for rank in ranks)
+    what = "its stages" if axes.pp > 1 else "the whole model"
+    if axes.splits_layers:
         what = f"its part of {what.removeprefix('its ')}"
     share = f"model and optimizer take {whole / memory:.0%} of a rank's memory"
-    if lanes == 1 or whole <= memory / 4:
+    if axes.lanes == 1 or whole <= memory / 4:
         return "none", f"none, every rank has {what}: {share}"
-    if config.plan.sync == "step":
+    if sync == "step":
         return "zero2", f"zero2, because plan.sync is step: {share}"
     return "zero3", f"zero3: {share}"
 

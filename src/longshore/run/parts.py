@@ -46,7 +46,7 @@ from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.distributed.collectives import AnyRank, agreed, gather
 from longshore.distributed.process_group import Ranks, process_group
-from longshore.distributed.topology import CPGroups, Topology, make_topology
+from longshore.distributed.topology import CPGroups, Topology, topology_of
 from longshore.files import size_text
 from longshore.hf.adapter import check_transformers
 from longshore.hf.checkpoint import open_weights
@@ -66,7 +66,7 @@ from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
 from longshore.plan.planner import GivenPack, plan_step
 from longshore.plan.types import Plan, PlanSetting, Sequence
-from longshore.run.auto import Resolved, graph_bytes, resolve
+from longshore.run.auto import Resolved, graph_bytes, resolve, run_axes
 from longshore.run.data import (
     batch_size,
     check_pairs,
@@ -136,10 +136,8 @@ def joined_ranks(
         else nullcontext(Stop(status)) as stop,
         process_group(ranks, backend=backend, device=device, timeout=limit, attempt=attempt),
     ):
-        lanes, parallel = lanes_of(config, ranks.world_size), config.parallel
-        topology = make_topology(
-            lanes=lanes, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, device=device
-        )
+        axes = run_axes(config, lanes_of(config, ranks.world_size))
+        topology = topology_of(axes, device)
         torch.manual_seed(config.train.seed + topology.rank)
         yield topology, stop
 
