@@ -207,6 +207,7 @@ def command(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
     def start(work, ranks, *words):
         return subprocess.Popen(
@@ -215,7 +216,7 @@ def command(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
 

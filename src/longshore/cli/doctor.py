@@ -68,17 +68,15 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 
 def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = add_command(
+    add_command(
         commands,
         "doctor",
         summary="check whether this machine can train, and what is wrong with it",
         usage="longshore doctor [--ranks N] [--json]",
         text=DOCTOR_HELP,
+        options={"ranks": count(MOST_RANKS), "json": bool},
+        run=run_doctor,
     )
-    parser.set_defaults(run=run_doctor)
-    hidden = argparse.SUPPRESS  # DOCTOR_HELP describes them all
-    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
-    parser.add_argument("--json", action="store_true", help=hidden)
 
 
 def run_doctor(args: argparse.Namespace) -> None:

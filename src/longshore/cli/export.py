@@ -39,8 +39,6 @@ examples:
   longshore export runs/lora-1 my-adapter --adapter
   longshore export runs/mine-1 my-model --format longshore --module mine"""
 
-FORMATS = ("hf", "longshore")
-
 
 def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(
@@ -49,19 +47,19 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write a finished run or a checkpoint as a Hugging Face folder",
         usage="longshore export RUN DIR [options]",
         text=EXPORT_HELP,
+        options={
+            "step max-length": count(1 << 40),
+            "dtype": one_of(("bfloat16", "float32", "keep")),
+            "base module": str,
+            "format": one_of(("hf", "longshore")),
+            "adapter": bool,
+        },
+        run=run_export,
+        dtype="keep",
+        format="hf",
     )
-    parser.set_defaults(run=run_export)
-    hidden = argparse.SUPPRESS  # EXPORT_HELP describes them all
-    parser.add_argument("weights", metavar="RUN", help=hidden)
-    parser.add_argument("folder", metavar="DIR", help=hidden)
-    parser.add_argument("--step", type=count(1 << 40), help=hidden)
-    kinds = one_of(("bfloat16", "float32", "keep"))
-    parser.add_argument("--dtype", type=kinds, default="keep", help=hidden)
-    parser.add_argument("--base", help=hidden)
-    parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
-    parser.add_argument("--format", type=one_of(FORMATS), default="hf", help=hidden)
-    parser.add_argument("--adapter", action="store_true", help=hidden)
-    parser.add_argument("--module", help=hidden)
+    parser.add_argument("weights", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("folder", metavar="DIR", help=argparse.SUPPRESS)
 
 
 def run_export(args: argparse.Namespace) -> None:

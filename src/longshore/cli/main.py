@@ -115,12 +115,9 @@ def _refuse(message: str) -> int:
 def _interrupted(number: int) -> int:
     """One line, however many ranks torchrun has started."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _tell("interrupted" if number == signal.SIGINT else f"ended by {_name(number)}")
+        name = signal.Signals(number).name
+        _tell("interrupted" if number == signal.SIGINT else f"ended by {name}")
     return exit_code(number)
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 def _tell(text: str) -> None:

@@ -30,11 +30,10 @@ def register_report(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write a page about a run, or about several side by side",
         usage="longshore report RUN [RUN …] [--html OUT.html]",
         text=REPORT_HELP,
+        options={"html": str},
+        run=run_report,
     )
-    parser.set_defaults(run=run_report)
-    hidden = argparse.SUPPRESS  # REPORT_HELP describes them all
-    parser.add_argument("runs", nargs="+", metavar="RUN", help=hidden)
-    parser.add_argument("--html", help=hidden)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
 
 
 def run_report(args: argparse.Namespace) -> None:

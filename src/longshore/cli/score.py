@@ -11,7 +11,7 @@ from typing import Any
 
 from longshore.cli.environment import lossy_output, working_folder_last
 from longshore.cli.launch import check_ranks
-from longshore.cli.options import add_command, count, say
+from longshore.cli.options import add_command, count, number, say
 from longshore.cli.train import MOST_RANKS, ranks_of_run, run_on_ranks
 from longshore.config.check import check_config
 from longshore.config.load import load_config
@@ -48,25 +48,17 @@ def register_score(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write the log-probabilities of a data set's tokens beside them",
         usage="longshore score DATA --model M --out PATH [options] [section.key=value …]",
         text=SCORE_HELP,
+        options={
+            "model out field": str,
+            "ranks": count(MOST_RANKS),
+            "temperature": number(lambda x: 0 < x < 1e9, "a number above 0, such as 0.7"),
+        },
+        required=["model", "out"],
+        run=run_score,
+        field="ref_logprobs",
+        temperature=1.0,
     )
-    parser.set_defaults(run=run_score)
-    hidden = argparse.SUPPRESS  # SCORE_HELP describes them all
-    parser.add_argument("words", nargs="*", help=hidden)
-    parser.add_argument("--model", required=True, help=hidden)
-    parser.add_argument("--out", required=True, help=hidden)
-    parser.add_argument("--field", default="ref_logprobs", help=hidden)
-    parser.add_argument("--temperature", type=_temperature, default=1.0, help=hidden)
-    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 0.7")
-    return value
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
 
 
 def run_score(args: argparse.Namespace) -> None:
