@@ -209,7 +209,8 @@ class DoctorReport:
         """With colours on a terminal; in characters that the stream can encode."""
         encoding = self.stream.encoding or "utf-8"
         lines = [printable(line) for line in lines]
-        if self.stream.isatty() and "NO_COLOR" not in os.environ:
+        plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        if self.stream.isatty() and not plain:
             lines = [_coloured(line) for line in lines]
         text = "\n".join(lines) + "\n"
         try:

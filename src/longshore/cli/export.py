@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.files import check_new, check_room, read_json_object, reason
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.files import check_new, read_json_object
     from longshore.hf.config_file import CONFIG
 
     if args.max_length is not None and args.format == "longshore":
@@ -85,8 +85,7 @@ def run_export(args: argparse.Namespace) -> None:
             read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"{error.filename or args.folder}: {reason}") from None
+        raise ValueError(f"{error.filename or args.folder}: {reason(error)}") from None
     say(f"wrote {args.folder}")
 
 
@@ -143,31 +142,28 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
 def _export(args: argparse.Namespace, weights: Path) -> None:
     import torch
 
-    from longshore.files import check_room
     from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
     from longshore.hf.config_file import choose_architecture
+    from longshore.hf.weights import write_adapter
 
     saved, size = _open_saved(args, weights)
-    base = saved.base
+    base, folder = saved.base, args.folder
+    dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if base is not None and not base.is_dir():
         raise ValueError(
             f"the run began with {base}, which does not exist; name its folder with --base"
         )
+    check_room(Path(folder), size // 2 if dtype == torch.bfloat16 else size)
     if args.adapter:
-        from longshore.hf.weights import write_adapter
-
-        check_room(Path(args.folder), size)
-        for line in write_adapter(args.folder, saved, base=base):
+        for line in write_adapter(folder, saved, base=base):
             say(line)
         return
-    check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
-    dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if saved.code == "transformers":
         _export_transformers(args, saved, dtype)
         return
+    tensors = saved.tensors.items()
     if args.format == "longshore":
-        tensors = saved.tensors.items()
-        write_own_checkpoint(args.folder, saved.config, tensors, base=base, dtype=dtype)
+        write_own_checkpoint(folder, saved.config, tensors, base=base, dtype=dtype)
         return
     try:
         choose_architecture(saved.config, base)
@@ -175,14 +171,8 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         raise ValueError(
             f"{error}; --format longshore writes a folder that longshore train reads"
         ) from None
-    write_checkpoint(
-        args.folder,
-        saved.config,
-        saved.tensors.items(),
-        base=base,
-        dtype=dtype,
-        max_length=args.max_length,
-    )
+    most = args.max_length
+    write_checkpoint(folder, saved.config, tensors, base=base, dtype=dtype, max_length=most)
 
 
 def _export_transformers(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
