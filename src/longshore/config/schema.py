@@ -55,6 +55,7 @@ from longshore.settings import (
 from longshore.user_code import FUNCTION_NAME, MODULE_NAME
 
 LARGEST = 2**40
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @contextmanager
@@ -88,10 +89,21 @@ def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the t
     return field(default=default, metadata={"kind": kind, "about": listed})
 
 
+def table(about: str) -> Any:  # noqa: ANN401 - as `key`
+    """A field that is a table, empty by default."""
+    kind = Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
+    return field(default_factory=dict, metadata={"kind": kind, "about": about})
+
+
+FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None)
+TEXT = Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
+
+
 def whole(least: int = 1, most: int = LARGEST) -> Kind:
     def read(value: object) -> int | None:
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        return value if fits and isinstance(value, int) else None
+        if isinstance(value, bool) or not isinstance(value, int):
+            return None
+        return value if least <= value <= most else None
 
     limits = f", {least} or more" if most == LARGEST else f" from {least} to {most}"
     return Kind(f"a whole number{limits}", read)
@@ -110,56 +122,37 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind
     return Kind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
 
 
-def flag() -> Kind:
-    return Kind("true or false", lambda value: value if isinstance(value, bool) else None)
-
-
-def flag_or(name: str) -> Kind:
+def auto_or(kind: Kind) -> Kind:
     def read(value: object) -> object:
-        return name if value == name else flag().read(value)
+        return value if value == "auto" else kind.read(value)
 
-    return Kind(f"true, false or {name!r}", read)
-
-
-def text() -> Kind:
-    return Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
-
-
-def choice(*names: str) -> Kind:
-    return Kind(listed(names), lambda value: value if value in names else None, names, True)
+    return Kind(f"{kind.wants}, or 'auto'", read)
 
 
 def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
     """One of a Literal's names; settings.py lists them."""
-    return choice(*names_of(literal))
+    names = names_of(literal)
+    return Kind(listed(names), lambda value: value if value in names else None, names, True)
 
 
 def function(*names: str) -> Kind:
     """A name, or a function of the user's as module:function."""
-
-    def read(value: object) -> str | None:
-        given = isinstance(value, str) and (value in names or FUNCTION_NAME.fullmatch(value))
-        return value if given and isinstance(value, str) else None
-
-    shown = [name for name in names if name]
-    return Kind(listed([*shown, "module:function"]), read, tuple(shown), True)
+    shown = tuple(name for name in names if name)
+    return Kind(listed([*shown, "module:function"]), _named(names, FUNCTION_NAME), shown, True)
 
 
 def module() -> Kind:
     """A module of the user's, alone or with something in it as module:name."""
+    return Kind("module:name, or a module alone", _named(("",), MODULE_NAME), is_text=True)
 
+
+def _named(names: Seq[str], pattern: re.Pattern[str]) -> Callable[[object], str | None]:
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (not value or MODULE_NAME.fullmatch(value))
-        return value if given and isinstance(value, str) else None
+        if isinstance(value, str) and (value in names or pattern.fullmatch(value)):
+            return value
+        return None
 
-    return Kind("module:name, or a module alone", read, is_text=True)
-
-
-def whole_or(name: str) -> Kind:
-    def read(value: object) -> object:
-        return name if value == name else whole().read(value)
-
-    return Kind(f"{whole().wants}, or {name!r}", read)
+    return read
 
 
 def steps_or_share() -> Kind:
@@ -170,16 +163,8 @@ def steps_or_share() -> Kind:
             return value if 0 < value < 1 else None
         return whole(0).read(value)
 
-    return Kind(
-        "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03", read
-    )
-
-
-def number_or(name: str, least: float) -> Kind:
-    def read(value: object) -> object:
-        return name if value == name else number(least).read(value)
-
-    return Kind(f"{number(least).wants}, or {name!r}", read)
+    wants = "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03"
+    return Kind(wants, read)
 
 
 def texts() -> Kind:
@@ -187,9 +172,9 @@ def texts() -> Kind:
 
     def read(value: object) -> tuple[str, ...] | None:
         items = split_list(value) if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        if not isinstance(items, list | tuple):
             return None
-        return tuple(items) if all(items) else None
+        return tuple(items) if all(isinstance(item, str) and item for item in items) else None
 
     return Kind('a list of strings, such as ["a", "b"] or a,b', read)
 
@@ -222,14 +207,25 @@ def numbers() -> Kind:
     """Numbers above 0, as a list; 3,1 is a list of two."""
 
     def read(value: object) -> tuple[float, ...] | None:
-        if isinstance(value, str):
-            value = _toml_list(f"[{value}]")
+        value = _toml_list(f"[{value}]") if isinstance(value, str) else value
         if not isinstance(value, list | tuple):
             return None
         items = [number(0, above=True).read(item) for item in value]
         return None if None in items else tuple(items)
 
     return Kind("a list of numbers above 0, such as [3, 1] or 3,1", read)
+
+
+def shares() -> Kind:
+    """Two numbers of at least 0 and below 1."""
+
+    def read(value: object) -> tuple[float, ...] | None:
+        items = (
+            [number(0, 1).read(item) for item in value] if isinstance(value, list | tuple) else ()
+        )
+        return tuple(items) if len(items) == 2 and not {None, 1.0} & {*items} else None
+
+    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
 
 
 def split_list(text: str) -> list[str]:
@@ -241,42 +237,20 @@ def split_list(text: str) -> list[str]:
     return [item[1:-1] if re.fullmatch(r"""(["']).*\1""", item) else item for item in items]
 
 
-def shares() -> Kind:
-    """Two numbers of at least 0 and below 1."""
-
-    def read(value: object) -> tuple[float, float] | None:
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            return None
-        first, second = (number(0, 1).read(item) for item in value)
-        return (first, second) if None not in (first, second) and max(first, second) < 1 else None
-
-    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
-
-
-def table() -> Kind:
-    return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
-
-
 def listed(names: Seq[str], last: str = "or") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-
-
 def write_toml(sections: Mapping[str, Mapping[str, object]], about: Mapping[str, str]) -> str:
     """about: what a key means, by section.key."""
-    return "\n".join(
-        f"[{name}]\n{_section(name, values, about)}" for name, values in sections.items()
-    )
-
-
-def _section(name: str, values: Mapping[str, object], about: Mapping[str, str]) -> str:
-    lines = []
-    for key, value in values.items():
-        meaning = about.get(f"{name}.{key}")
-        lines.append(f"{key} = {toml_value(value)}" + (f"  # {meaning}" if meaning else "") + "\n")
-    return "".join(lines)
+    parts = []
+    for section, values in sections.items():
+        lines = [f"[{section}]\n"]
+        for name, value in values.items():
+            meaning = about.get(f"{section}.{name}")
+            lines.append(f"{name} = {toml_value(value)}{f'  # {meaning}' if meaning else ''}\n")
+        parts.append("".join(lines))
+    return "\n".join(parts)
 
 
 def toml_value(value: object) -> str:
@@ -288,18 +262,14 @@ def toml_value(value: object) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's too; TOML wants one more, for the character 127, and a terminal
         # that shows it some more.
-        quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-        return printable(quoted)
+        return printable(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F"))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
-        pairs = [f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()]
+        names = {name: name if BARE_KEY.fullmatch(name) else toml_value(name) for name in value}
+        pairs = [f"{names[name]} = {toml_value(item)}" for name, item in value.items()]
         return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     raise ValueError(f"{value!r} cannot be written as TOML")
-
-
-def _key(name: str) -> str:
-    return name if BARE_KEY.fullmatch(name) else toml_value(name)
 
 
 MOST_MOCK = 10_000_000
@@ -322,23 +292,17 @@ class DataConfig:
         (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
     )
     stream: bool = key(
-        False, flag(), "tokenize while training, without an index; needs train.steps, max_length"
+        False, FLAG, "tokenize while training, without an index; needs train.steps, max_length"
     )
-    mock: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …",
-        },
+    mock: Mapping[str, Any] = table(
+        "synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …"
     )
     count: int = key(0, whole(0, MOST_MOCK), "how many synthetic sequences an epoch has")
     tokenizer: str = key(
-        "",
-        text(),
-        "a tokenizer folder, for text; input_ids need none (default: model.from_hf)",
+        "", TEXT, "a tokenizer folder, for text; input_ids need none (default: model.from_hf)"
     )
     template: str = key(
-        "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
+        "auto", TEXT, "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )
     loss_on: LossOn = key(
         "assistant", one_of(LossOn), "tokens in the loss: what the assistant says, or all"
@@ -357,27 +321,23 @@ class DataConfig:
     max_rejected: float = key(
         MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
     )
-    cache: str = key("runs/prepared", text(), "folder where tokenized text is kept for later runs")
+    cache: str = key("runs/prepared", TEXT, "folder where tokenized text is kept for later runs")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
     group: str = key(
         "",
-        text(),
+        TEXT,
         "an integer field per sequence; sequences of one value are in one step (default: pair, "
         "if the data have it)",
     )
-    shuffle: bool = key(True, flag(), "a new order for every epoch")
+    shuffle: bool = key(True, FLAG, "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
     eval_path: str | tuple[str, ...] = key(
         "", paths(), "held-out data to evaluate on, in the same formats as path"
     )
-    eval_mock: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "synthetic held-out sequences instead of eval_path, as in mock",
-        },
+    eval_mock: Mapping[str, Any] = table(
+        "synthetic held-out sequences instead of eval_path, as in mock"
     )
     eval_count: int = key(
         0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
@@ -401,7 +361,7 @@ class PlanConfig:
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
-        "auto", whole_or("auto"), "most tokens a rank holds in a round (one micro-batch)"
+        "auto", auto_or(whole()), "most tokens a rank holds in a round (one micro-batch)"
     )
     sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
     cp_size: int = key(
@@ -423,12 +383,12 @@ class PlanConfig:
     )
     cost: str = key(
         "",
-        text(),
+        TEXT,
         "what rounds cost: a machine's name such as h200 or h100, a file of `longshore calibrate`, "
         "or a cost profile in JSON (default: an 8B model on H100s)",
     )
     refine: bool = key(
-        False, flag(), "correct the cost profile while training, by the measured times of rounds"
+        False, FLAG, "correct the cost profile while training, by the measured times of rounds"
     )
 
 
@@ -436,8 +396,8 @@ class PlanConfig:
 class ModelConfig:
     """What is trained: a preset or your own model with new weights, or a checkpoint."""
 
-    preset: str = key("", text(), "a model by name, with new weights")
-    from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
+    preset: str = key("", TEXT, "a model by name, with new weights")
+    from_hf: str = key("", TEXT, "instead of preset: a Hugging Face checkpoint folder")
     module: str = key(
         "",
         module(),
@@ -453,22 +413,18 @@ class ModelConfig:
     vocab_size: int = key(0, whole(0, 1 << 24), "vocabulary size of the preset; 0: unchanged")
     aux_weight: float | Literal["auto"] = key(
         "auto",
-        number_or("auto", 0),
+        auto_or(number(0)),
         "weight of the experts' balance loss; auto: the model's own, 0 for a Hugging Face folder",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
-        number_or("auto", 0),
+        auto_or(number(0)),
         "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
         "Hugging Face folder",
     )
-    lora: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
-            "targets (names of modules; default: all-linear)",
-        },
+    lora: Mapping[str, Any] = table(
+        "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+        "targets (names of modules; default: all-linear)"
     )
 
 
@@ -481,9 +437,7 @@ class ParallelConfig:
         "auto", one_of(ShardChoice), "FSDP sharding over ranks; zero2 gathers weights once per step"
     )
     tp: int = key(
-        1,
-        whole(1, 1 << 10),
-        "tensor-parallel ranks that heads and MLP widths are split over",
+        1, whole(1, 1 << 10), "tensor-parallel ranks that heads and MLP widths are split over"
     )
     ep: int = key(
         1,
@@ -493,7 +447,7 @@ class ParallelConfig:
     pp: int = key(1, whole(1, 1 << 10), "pipeline ranks that the model's layers are split over")
     vpp: int = key(1, whole(1, 1 << 10), "stages of each pipeline rank (interleaved pipeline)")
     layout: str = key(
-        "", text(), "stages by hand, as Ett|tttL; E embedding, t layer, m MTP depth, L head"
+        "", TEXT, "stages by hand, as Ett|tttL; E embedding, t layer, m MTP depth, L head"
     )
     attention: AttentionKind = key(
         "auto",
@@ -506,7 +460,7 @@ class ParallelConfig:
         "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     trace: bool = key(
-        False, flag(), "record and compare the ranks' communication in every step (to debug)"
+        False, FLAG, "record and compare the ranks' communication in every step (to debug)"
     )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
@@ -548,16 +502,13 @@ class TrainConfig:
     kernels: Kernels = key("auto", one_of(Kernels), "kernels on GPUs; plain: none but torch's own")
     compile: bool | Literal["auto"] = key(
         "auto",
-        flag_or("auto"),
+        auto_or(FLAG),
         "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
     loss: str = key(
         "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"
     )
-    loss_options: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={"kind": table(), "about": "options of the loss, such as {beta = 0.1}"},
-    )
+    loss_options: Mapping[str, Any] = table("options of the loss, such as {beta = 0.1}")
     loss_count: str = key(
         "auto",
         function("auto", "tokens", "sequences"),
@@ -580,7 +531,7 @@ class GraphConfig:
     )
     max_sequences: int | Literal["auto"] = key(
         "auto",
-        whole_or("auto"),
+        auto_or(whole()),
         "most sequences of a micro-batch whose layers are replayed whole, its padding counted as "
         "one; auto: for `coverage`",
     )
@@ -599,19 +550,17 @@ class OutputConfig:
     """What a run leaves behind."""
 
     folder: str = key(
-        "", text(), "the run's folder; {n} becomes the next free number (default: runs/RECIPE-{n})"
+        "", TEXT, "the run's folder; {n} becomes the next free number (default: runs/RECIPE-{n})"
     )
     display: DisplayChoice = key(
-        "auto",
-        one_of(DisplayChoice),
-        "how a step's figures are shown; auto: live on a terminal",
+        "auto", one_of(DisplayChoice), "how a step's figures are shown; auto: live on a terminal"
     )
     save_every: int = key(
         500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only at the end"
     )
     keep: int = key(2, whole(0, 1 << 20), "keep this many of the newest checkpoints; 0: write none")
-    weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
-    export: str = key("", text(), "write a Hugging Face checkpoint into this folder at the end")
+    weights: bool = key(True, FLAG, "write the trained weights into the run's folder at the end")
+    export: str = key("", TEXT, "write a Hugging Face checkpoint into this folder at the end")
     trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
 
 
@@ -644,12 +593,4 @@ class RunConfig:
         return write_toml(values, about)
 
 
-SECTIONS: dict[str, Any] = {
-    "data": DataConfig,
-    "plan": PlanConfig,
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "train": TrainConfig,
-    "graph": GraphConfig,
-    "output": OutputConfig,
-}
+SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
