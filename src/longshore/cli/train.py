@@ -34,7 +34,7 @@ from longshore.cli.launch import (
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
-from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
+from longshore.config.other_systems import all_keys, answer_key, foreign_answer
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
 from longshore.run.data import prepare_text, text_is_ready
@@ -241,7 +241,7 @@ def answer_option(unknown: Seq[str]) -> str:
     """The answer to unknown options: keys are written without dashes."""
     typed = unknown[0].split("=")[0]
     word = typed.lstrip("-").replace("-", "_")
-    if word in FOREIGN_KEYS:
+    if foreign_answer(word):
         return answer_key(word, typed=typed)
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
