@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from longshore.config.other_systems import by_word
 from longshore.files import printable
 
 OPTIONS_BY_ANSWER = {
@@ -48,9 +49,7 @@ OPTIONS_BY_ANSWER = {
     "--vpp": "--virtual-pipeline-model-parallel-size",
     "--vpp, the stages of a rank": "--num-layers-per-virtual-pipeline-stage",
 }
-FOREIGN_OPTIONS = {
-    word: ours for ours, words in OPTIONS_BY_ANSWER.items() for word in words.split()
-}
+FOREIGN_OPTIONS = by_word(OPTIONS_BY_ANSWER)
 
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})

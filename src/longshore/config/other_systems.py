@@ -8,6 +8,7 @@ so on. Options of the command line are in cli/options.py.
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 
 from longshore.config.schema import SECTIONS
@@ -251,39 +252,37 @@ WORDS_BY_ANSWER = {
     ": a thread makes steps ahead (data.prefetch), pinned for GPUs": "dataloader_*",
 }
 
-ANSWERS = {word: answer for answer, words in WORDS_BY_ANSWER.items() for word in words.split()}
+
+def by_word(table: Mapping[str, str]) -> dict[str, str]:
+    """From each word between spaces in the values to its key."""
+    return {word: ours for ours, words in table.items() for word in words.split()}
+
+
+ANSWERS = by_word(WORDS_BY_ANSWER)
 FOREIGN_KEYS = {word: answer for word, answer in ANSWERS.items() if word[-1] != "*"}
 FOREIGN_PREFIXES = {word[:-1]: answer for word, answer in ANSWERS.items() if word[-1] == "*"}
-
-# Values that other systems use, and ours.
-FOREIGN_VALUES = {
-    "bf16": "bfloat16",
-    "default_dynamic_cp": "dynamic",
-    "dp_balanced": "static",
-    "fp16": "bfloat16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "full": "blocks",
-    "true": "blocks",
-    "false": "none",
-    "ulysses": "heads",
-    "allgather": "gather",
-    "ddp": "none",
-    "fsdp": "zero3",
-}
-
-# Sections of torchtitan and others.
-FOREIGN_SECTIONS = {
-    "checkpoint": "output",
-    "dataset": "data",
-    "job": "output",
-    "logging": "output",
-    "lr_scheduler": "train",
-    "metrics": "output",
-    "optimizer": "train",
-    "parallelism": "parallel",
-    "training": "train",
-}
+FOREIGN_VALUES = by_word(
+    {
+        "bfloat16": "bf16 fp16",
+        "float32": "fp32",
+        "float64": "fp64",
+        "dynamic": "default_dynamic_cp",
+        "static": "dp_balanced",
+        "blocks": "full true",
+        "none": "false ddp",
+        "heads": "ulysses",
+        "gather": "allgather",
+        "zero3": "fsdp",
+    }
+)
+FOREIGN_SECTIONS = by_word(
+    {
+        "data": "dataset",
+        "parallel": "parallelism",
+        "train": "lr_scheduler optimizer training",
+        "output": "checkpoint job logging metrics",
+    }
+)
 
 
 def all_keys() -> list[str]:
