@@ -62,11 +62,7 @@ from longshore.user_code import (
     load_object,
 )
 
-WITHOUT = {
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
-    "pp": "pipelines",
-}
+WITHOUT = {"tp": "tensor parallelism", "ep": "expert parallelism", "pp": "pipelines"}
 
 
 MACHINE_COSTS = "longshore.advisor.step_time:model_cost"

@@ -13,7 +13,7 @@ folders and the names of its other data, which become one prepared folder in the
 """
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,15 +23,15 @@ from longshore.data.inputs import Input, files_of, find_inputs, matches
 from longshore.data.mock import mock_lengths
 from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
+from longshore.data.store import MANIFEST, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.files import parse_json
 from longshore.plan.types import policy_named
 from longshore.train.loss_fields import needed_fields
 
-MANIFEST = "manifest.json"
-PACKAGES = ("tokenizers", "jinja2")
-"""What text needs."""
+PACKAGES = ("tokenizers", "jinja2")  # what text needs
+TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,10 @@ def data_parts(data: DataConfig) -> tuple[DataPart, ...]:
     """The parts of data.path; a glob that matches nothing is a ValueError."""
     parts = []
     for name in path_names(data):
-        prepared, texts = list[Path](), list[str]()
-        for path in matches(name):
-            if is_prepared(path):
-                prepared.append(path)
-            else:
-                texts.append(str(path))
-        parts.append(DataPart(name, tuple(prepared), tuple(texts)))
+        paths = matches(name)
+        prepared = tuple(path for path in paths if is_prepared(path))
+        texts = tuple(str(path) for path in paths if path not in prepared)
+        parts.append(DataPart(name, prepared, texts))
     return tuple(parts)
 
 
@@ -107,34 +104,24 @@ def check_parts(data: DataConfig) -> tuple[DataPart, ...]:
     """The parts, after checking that their weights fit, and that no data is named twice."""
     with in_keys("data.path"):
         parts = data_parts(data)
-        named = [(path, part.name) for part in parts for path in _places(part)]
+        files = [[*part.prepared, *(files_of(part.texts) if part.texts else ())] for part in parts]
     if data.weights and len(data.weights) != len(parts):
         raise ValueError(
             f"data.weights has {len(data.weights)} numbers, but data.path has {len(parts)} "
             f"name{'s' if len(parts) > 1 else ''}; give one weight for each name"
         )
-    places: dict[Path, str] = {}
-    for path, name in named:
-        other = places.setdefault(path.resolve(), name)
-        if other != name:
-            raise ValueError(
-                f"data.path: {path} is in both {other} and {name}; name it once, and use "
-                "data.weights to draw it more often"
-            )
-    if len(set(path_names(data))) < len(parts):
-        twice = next(name for name in path_names(data) if path_names(data).count(name) > 1)
-        raise ValueError(
-            f"data.path: {twice} is named more than once; name it once, and use data.weights to "
-            "draw it more often"
-        )
+    first: dict[Path, DataPart] = {}
+    for part, paths in zip(parts, files, strict=True):
+        for path in paths:
+            other = first.setdefault(path.resolve(), part)
+            if other is not part:
+                twice = f"{path} is in both {other.name} and {part.name}"
+                if other.name == part.name:
+                    twice = f"{part.name} is named more than once"
+                raise ValueError(
+                    f"data.path: {twice}; name it once, and use data.weights to draw it more often"
+                )
     return parts
-
-
-def _places(part: DataPart) -> Iterable[Path]:
-    return [*part.prepared, *(files_of(part.texts) if part.texts else ())]
-
-
-TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
 def check_data(config: RunConfig, vocab_size: int) -> None:
@@ -177,8 +164,9 @@ def _check_path(config: RunConfig, vocab_size: int) -> None:
     """Every part of data.path: prepared, or text with all that it needs."""
     data = config.data
     parts = check_parts(data)
-    for folder in (folder for part in parts for folder in part.prepared):
-        _check_rejected(folder, data)
+    with in_keys("data.path"):
+        for folder in (folder for part in parts for folder in part.prepared):
+            rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
     texts = [name for part in parts for name in part.texts]
     if not texts:
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
@@ -212,33 +200,20 @@ def check_stream(config: RunConfig) -> None:
         )
 
 
-def _check_rejected(folder: Path, data: DataConfig) -> None:
-    """Refuses a prepared folder that left out more samples than data.max_rejected allows."""
-    from longshore.data.store import read_manifest
-
-    with in_keys("data.path"):
-        rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
-
-
 def known_longest(config: RunConfig) -> int:
     """The longest sequence of synthetic or prepared data; 0 for text, not tokenized yet."""
     data = config.data
     if data.mock:
         with in_keys("data.mock"):
-            _check_mock(data)
+            path = data.mock.get("path", "")
+            if data.mock.get("mode") == "file" and not isinstance(path, str):
+                raise ValueError(f"path is {path!r}; it must be a string")
             return int(mock_lengths(data.mock, count=data.count or None, seed=data.seed).max())
-    from longshore.data.store import read_manifest
-
     if data.stream:
         return data.max_length
     with in_keys("data.path"):
         folders = [folder for part in data_parts(data) for folder in part.prepared]
         return max((read_manifest(folder).longest for folder in folders), default=0)
-
-
-def _check_mock(data: DataConfig) -> None:
-    if data.mock.get("mode") == "file" and not isinstance(data.mock.get("path", ""), str):
-        raise ValueError(f"path is {data.mock['path']!r}; it must be a string")
 
 
 def _refuse_text_keys(data: DataConfig, what: str) -> None:
