@@ -51,7 +51,8 @@ def data_parts(data: DataConfig) -> tuple[DataPart, ...]:
     parts = []
     for name in path_names(data):
         paths = matches(name)
-        prepared = tuple(path for path in paths if is_prepared(path))
+        marks = (MANIFEST, "prepare.work")  # of a prepared folder, finished or not
+        prepared = tuple(path for path in paths if any((path / mark).exists() for mark in marks))
         texts = tuple(str(path) for path in paths if path not in prepared)
         parts.append(DataPart(name, prepared, texts))
     return tuple(parts)
@@ -93,11 +94,6 @@ def has_tokenizer(folder: str) -> bool:
 def missing_packages() -> list[str]:
     """Those of PACKAGES that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
-def is_prepared(path: str | Path) -> bool:
-    """Whether a path is a folder made by `longshore prepare`, finished or not."""
-    return (Path(path) / MANIFEST).exists() or (Path(path) / "prepare.work").exists()
 
 
 def check_parts(data: DataConfig) -> tuple[DataPart, ...]:
