@@ -187,7 +187,7 @@ def paths() -> Kind:
             if "," not in value:
                 return value
             value = [value] if Path(value).exists() else value
-        items = texts().read(_toml_list(value) if isinstance(value, str) else value)
+        items = texts().read(toml_or_text(value) if isinstance(value, str) else value)
         # One path with commas stays a list, so that it is not split where it is read again.
         is_one = items is not None and len(items) == 1 and "," not in items[0]
         return items[0] if items and is_one else items or None
@@ -195,19 +195,20 @@ def paths() -> Kind:
     return Kind('a string, or a list of strings such as ["a", "b"] or a,b', read, is_text=True)
 
 
-def _toml_list(text: str) -> object:
-    """The list that a text in brackets is; the text itself where its items have no quotes."""
+def toml_or_text(text: str) -> object:
+    """The value that a text is in TOML; the text itself where it is none."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def numbers() -> Kind:
     """Numbers above 0, as a list; 3,1 is a list of two."""
 
     def read(value: object) -> tuple[float, ...] | None:
-        value = _toml_list(f"[{value}]") if isinstance(value, str) else value
+        value = toml_or_text(f"[{value}]") if isinstance(value, str) else value
         if not isinstance(value, list | tuple):
             return None
         items = [number(0, above=True).read(item) for item in value]
