@@ -83,11 +83,8 @@ def is_installed(package: str) -> bool:
 
 def describe_error(error: Exception) -> str:
     """The error in one line, with the place in the user's file."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(NOT_USERS)
-    ]
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not frame.filename.startswith(NOT_USERS)]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 

@@ -18,7 +18,7 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.main import main
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.distributed.process_group import Ranks, loopback_variables, ranks_from_environment
 from longshore.train.heartbeat import RankStatus, beat_path
 from longshore.train.stop import TWICE_S, Interrupted, RunError, supervised

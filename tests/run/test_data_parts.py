@@ -11,7 +11,8 @@ import pytest
 from tests.data.tiny import word_tokenizer
 from tests.run.sequences import open_config
 
-from longshore.config import check_config, load_config
+from longshore.config.check import check_config
+from longshore.config.load import load_config
 from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store

@@ -22,7 +22,7 @@ from longshore.cli.options import add_command, check_output, count, number, one_
 from longshore.config.check import code_refusals, decoder_config, lora_refusals, refuse
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
-from longshore.plan.cost import Ints
+from longshore.data.store import Store
 from longshore.plan.lengths_file import read_lengths
 
 ADVISE_HELP = """\
@@ -122,7 +122,8 @@ def _task(args: argparse.Namespace, file: str) -> AdviceTask:
         raise ValueError("--tokens and --epochs are both given; leave one out")
     model = _model(args.model, args.layers, [word for word in args.words if "=" in word])
     machine = load_machine(args.gpu)
-    lengths = _lengths(file)
+    given = Store(file).lengths if os.path.isdir(file) else read_lengths(file).lengths
+    lengths = np.asarray(given, dtype=np.int64)
     if args.batch and args.batch > len(lengths):
         raise ValueError(
             f"--batch is {args.batch}, but there are only {len(lengths)} sequences; lower it"
@@ -176,14 +177,6 @@ def _named(name: str, layers: int | None) -> list[str]:
     if layers:
         raise ValueError("--layers only changes a preset; a Hugging Face folder defines its own")
     return [f"model.from_hf={name}" if is_folder else f"model.module={name}"]
-
-
-def _lengths(path: str) -> Ints:
-    if not os.path.isdir(path):
-        return np.array(read_lengths(path).lengths, dtype=np.int64)
-    from longshore.data.store import Store
-
-    return np.asarray(Store(path).lengths, dtype=np.int64)
 
 
 def _tokens(text: str) -> int:

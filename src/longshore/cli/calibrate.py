@@ -46,8 +46,6 @@ with one process it is arithmetic, and the file says so.
   --layers N         with --check: number of its layers (default: all)
   --capacity C       with --check: most tokens of a round (default: 16384, on a CPU 512)
   --steps N          with --check: how many steps (default: 12)"""
-DEFAULT_OUT = "machine.json"
-DEFAULT_BUDGET = 240
 
 
 def register_calibrate(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -74,11 +72,12 @@ def run_calibrate(args: argparse.Namespace) -> None:
         _check(args)
         return
     _refuse_others(args, ("model", "layers", "capacity", "steps"), "it is for --check PROFILE")
-    check_output(args.out or DEFAULT_OUT)
+    out = args.out or "machine.json"
+    check_output(out)
     place = ranks_from_environment()
     options = _options(args, place)
     if place is None or place.rank == 0:
-        _measure(options, args.out or DEFAULT_OUT)
+        _measure(options, out)
 
 
 def _refuse_others(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -91,7 +90,7 @@ def _options(args: argparse.Namespace, place: "Ranks | None") -> "CalibrationOpt
     from longshore.advisor.calibrate import CalibrationOptions, gathers_between_ranks
 
     device, dtype = _device(args, place)
-    budget = float(args.budget or DEFAULT_BUDGET)
+    budget = float(args.budget or 240)
     if place is None or place.world_size == 1:
         return CalibrationOptions(device, dtype, budget)
     say(f"exchange between {place.world_size} ranks")

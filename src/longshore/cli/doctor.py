@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longshore.cli.launch import check_asked_ranks, check_ranks, flush_and_exit, gpu_count, launch
+from longshore.cli.launch import flush_and_exit, gpu_count, launch, ranks_of_run
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
@@ -67,11 +67,7 @@ def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_doctor(args: argparse.Namespace) -> None:
     place = ranks_from_environment()
-    if place is not None:
-        check_asked_ranks(args.ranks, place)
-    ranks = args.ranks or (place.world_size if place else RANKS)
-    if place is None:
-        check_ranks(ranks, way_out="lower --ranks")
+    ranks = ranks_of_run(args.ranks, RunConfig().with_ranks(RANKS), place)
     setting = DoctorOptions(gpu_count(), ranks, Path("runs"))
     if place is not None and place.rank:
         _follow(setting, place)
@@ -134,9 +130,7 @@ def _follow(setting: DoctorOptions, place: Ranks) -> None:
         flush_and_exit(1)
 
 
-def probe_as(
-    place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S
-) -> "RankProbe":
+def probe_as(place: Ranks, remarks: tuple[Finding, ...]) -> "RankProbe":
     """This process's part of the probe, on the device and backend that training would use."""
     from longshore.doctor.ranks import local_place, probe_ranks, with_time_limit
     from longshore.train.device import pick_backend, pick_device
@@ -150,7 +144,7 @@ def probe_as(
     own = replace(own, remarks=remarks)
     work = partial(probe_ranks, own, ranks=place, backend=backend, device=device)
     with loopback(place):
-        return with_time_limit(limit_s, work)
+        return with_time_limit(LIMIT_S, work)
 
 
 def _probe_local(ranks: int) -> "RankProbe":
@@ -242,11 +236,11 @@ def _lines(findings: Iterable[Finding], width: int) -> list[str]:
 
 def _table(probe: "RankProbe", width: int) -> list[str]:
     """A row for each rank, up to ROWS."""
-    rows = [("rank", "node", "local", "device", "lane", "CP groups, as lanes")]
+    rows = [["rank", "node", "local", "device", "lane", "CP groups, as lanes"]]
     for place in probe.places[:ROWS]:
         node = f"{place.node} {place.host}"[:20]
-        own = (place.local_rank, place.device, place.lane, place.groups_in_words)
-        rows.append((str(place.rank), node, *map(str, own)))
+        own = (place.rank, node, place.local_rank, place.device, place.lane, place.groups_in_words)
+        rows.append([str(cell) for cell in own])
     widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
     lines = []
     for row in rows:

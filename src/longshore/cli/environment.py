@@ -41,6 +41,11 @@ def working_folder_last() -> None:
         sys.path.append(os.getcwd())
 
 
+def send_nowhere(descriptor: int) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+
+
 class _Lossy(io.FileIO):
     """A file that drops what cannot be written, because its reader is gone."""
 
@@ -48,9 +53,7 @@ class _Lossy(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            send_nowhere(self.fileno())
             with suppress(OSError):
                 if self.fileno() == 1:
                     os.write(2, LOST.encode())

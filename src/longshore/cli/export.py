@@ -102,11 +102,9 @@ def _weights_folder(run: Path, step: int | None) -> Path:
             return folder
         others = f"; it has those of steps {steps}" if steps else " or any other"
         raise ValueError(f"{run} has no checkpoint of step {step}{others}")
-    for folder in (run, run / "weights"):
-        if (folder / "weights.json").is_file():
-            return folder
-    if (run / MARKER).is_file():
-        return run
+    for file in (run / "weights.json", run / "weights" / "weights.json", run / MARKER):
+        if file.is_file():
+            return file.parent
     others = f"; name one of its checkpoints with --step: {steps}" if steps else ""
     raise ValueError(
         f"{run} has no weights/weights.json; a run writes it after its last step{others}"

@@ -88,13 +88,22 @@ def gpu_count() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
 
 
-def check_asked_ranks(asked: int | None, place: Ranks) -> None:
-    """Refuses --ranks that differ from the processes torchrun has started."""
+def ranks_of_run(
+    asked: int | None, config: RunConfig, place: Ranks | None, *, way_out: str = "lower --ranks"
+) -> int:
+    """How many ranks the run has. asked: with --ranks. way_out: of too many; "" allows them."""
+    if place is None:
+        gpus = 0 if config.train.device == "cpu" else gpu_count()
+        ranks = asked or config.parallel.ranks or gpus or 1
+        if way_out:
+            check_ranks(ranks, way_out=way_out)
+        return ranks
     if asked not in (None, place.world_size):
         raise ValueError(
             f"--ranks is {asked}, but torchrun started {place.world_size} processes; leave "
             "--ranks out"
         )
+    return place.world_size
 
 
 def check_ranks(ranks: int, *, way_out: str) -> None:

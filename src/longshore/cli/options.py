@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from longshore.config.other_systems import by_word
@@ -52,7 +51,6 @@ OPTIONS_BY_ANSWER = {
 FOREIGN_OPTIONS = by_word(OPTIONS_BY_ANSWER)
 
 
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 ACTIONS: dict[Any, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
 
 
@@ -85,7 +83,7 @@ def add_command(
     summary: str,
     usage: str,
     text: str,
-    options: Mapping[str, Any] = NO_OPTIONS,
+    options: Mapping[str, Any] | None = None,
     required: Seq[str] = (),
     **defaults: object,
 ) -> argparse.ArgumentParser:
@@ -104,7 +102,7 @@ def add_command(
         add_help=False,
     )
     parser.add_argument("--help", "-h", action="help", help=argparse.SUPPRESS)
-    for names, kind in options.items():
+    for names, kind in (options or {}).items():
         for option in names.split():
             how = ACTIONS.get(kind) or {"type": kind, "required": option in required}
             parser.add_argument(f"--{option}", help=argparse.SUPPRESS, **how)

@@ -24,14 +24,7 @@ from longshore.cli.environment import (
     lossy_output,
     working_folder_last,
 )
-from longshore.cli.launch import (
-    RankError,
-    Work,
-    check_asked_ranks,
-    check_ranks,
-    gpu_count,
-    launch,
-)
+from longshore.cli.launch import RankError, Work, launch, ranks_of_run
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
 from longshore.config.other_systems import all_keys, answer_key, foreign_answer
@@ -207,16 +200,11 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     elif args.resume == "" and recipe is None and not names_run(keys):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
-    ranks = ranks_of_run(args.ranks, config, place)
-    if place is None and not args.force_ranks:
-        check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
-    return checked_config(
-        config,
-        ranks,
-        start,
-        is_first=place is None or place.rank == 0,
-        is_run_here=not args.print_config,
-    )
+    way_out = "lower --ranks (or parallel.ranks), or add --force-ranks"
+    ranks = ranks_of_run(args.ranks, config, place, way_out="" if args.force_ranks else way_out)
+    is_first = place is None or place.rank == 0
+    is_run_here = not args.print_config
+    return checked_config(config, ranks, start, is_first=is_first, is_run_here=is_run_here)
 
 
 def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
@@ -226,15 +214,6 @@ def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
         raise ValueError(f"{recipes[1]!r} is a second recipe; give one, and overrides to change it")
     others = [word for word in words if word not in recipes]
     return (recipes[0] if recipes else None), others
-
-
-def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
-    """How many ranks the run has. asked: with --ranks."""
-    if place is not None:
-        check_asked_ranks(asked, place)
-        return place.world_size
-    gpus = 0 if config.train.device == "cpu" else gpu_count()
-    return asked or config.parallel.ranks or gpus or 1
 
 
 def answer_option(unknown: Seq[str]) -> str:

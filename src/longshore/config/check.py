@@ -34,6 +34,7 @@ from longshore.arch.decoder import (
 from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import (
+    TEXTS,
     Kind,
     ModelConfig,
     ParallelConfig,
@@ -41,9 +42,9 @@ from longshore.config.schema import (
     in_keys,
     listed,
     number,
-    texts,
     whole,
 )
+from longshore.files import read_json_object
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import PlaceError, plan_setting, plan_step
@@ -66,7 +67,7 @@ NO_GPU = "graph.layers needs a GPU, and this run is on a CPU; leave graph.layers
 LORA_KINDS: dict[str, Kind] = {
     "rank": whole(0, 1 << 16),
     "alpha": number(0, above=True),
-    "targets": texts(),
+    "targets": TEXTS,
 }
 
 
@@ -105,18 +106,6 @@ def code_refusals(config: RunConfig) -> Iterator[str]:
         )
     if importlib.util.find_spec("transformers") is None:
         yield ("model.code=transformers needs the package transformers; install longshore[hf]")
-
-
-def transformers_decoder(model: ModelConfig) -> DecoderConfig:
-    """What the model of a folder costs, after a look at its keys."""
-    from longshore.files import read_json_object
-    from longshore.hf.config_file import CONFIG
-    from longshore.hf.generic_keys import check_keys, describe_decoder
-
-    with in_keys("model.from_hf"):
-        raw = read_json_object(Path(model.from_hf) / CONFIG)
-        check_keys(raw)
-        return describe_decoder(raw)
 
 
 def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> Iterator[str]:
@@ -172,19 +161,18 @@ def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
     for name in given:
         if name not in (*known, ALL):
             yield f"graph.layers: unknown part {name!r}; it may be {listed((*known, ALL))}"
+        elif has and name not in (*has, ALL):
+            yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
     if not has:
         yield (
             f"graph.layers: no part of this model can be graphed (known are {', '.join(known)}); "
             "leave graph.layers out"
         )
-    for name in given:
-        if name not in (*has, ALL):
-            yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
 
 
 def graph_parts(decoder: DecoderConfig) -> tuple[str, ...]:
     """The parts that graphs serve in this model, in GraphLayer's order, a user's own last."""
-    present = {part.graph_layer: None for part in decoder.parts if part.graph_layer}
+    present = [part.graph_layer for part in decoder.parts if part.graph_layer]
     known = dict.fromkeys((*names_of(GraphLayer), *present))
     return tuple(name for name in known if name in present)
 
@@ -296,10 +284,15 @@ def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
-    from longshore.hf.config_file import read_config
+    from longshore.hf.config_file import CONFIG, read_config
 
     if model.code == "transformers":
-        return replace(transformers_decoder(model), lora=lora_config(model.lora))
+        from longshore.hf.generic_keys import check_keys, describe_decoder
+
+        with in_keys("model.from_hf"):
+            raw = read_json_object(Path(model.from_hf) / CONFIG)
+            check_keys(raw)
+            return replace(describe_decoder(raw), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
         load_module(model.module, "model.module")
     if model.from_hf:
@@ -534,10 +527,8 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
 
 
 def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
-    setting = planner_setting(
-        config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
-    )
-    plan_step([longest], setting)
+    decoder = decoder_config(config.model)
+    plan_step([longest], planner_setting(config, lanes=lanes, capacity=capacity, decoder=decoder))
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -1,12 +1,9 @@
 """The data of a run, before it is used: is it there, and does it have what it needs?
 
-In: a config. Out: nothing, or a ValueError of one line. Without a tokenizer the first row of each
-file is read, which must have input_ids: "chats.jsonl is text, which needs a tokenizer; …". The
-lengths of synthetic and prepared sequences are known here, so `known_longest` returns the longest;
-for text it returns 0, for a stream its limit.
-
-data.path is one name or several: files, globs, folders. Each is a DataPart, with its prepared
-folders and the names of its other data, which become one prepared folder in the cache:
+In: a config. Out: nothing, or a ValueError of one line; from `known_longest` the longest sequence,
+which is known for synthetic and prepared data, 0 for text, and for a stream its limit. data.path is
+one name or several: files, globs, folders. Each is a DataPart, with its prepared folders and the
+names of its other data, which become one prepared folder in the cache:
 
     path = ["a.jsonl", "b/*.parquet"], weights = [3, 1]     two parts, drawn a a a b, a a a b, …
     path = ["a.jsonl", "prepared"]                          two parts, joined: each sequence once
@@ -71,11 +68,7 @@ def shown_path(data: DataConfig) -> str:
 
 
 def tokenizer_of(config: RunConfig) -> str:
-    """The tokenizer folder of a run, "" for none: data.tokenizer, or the model's if it is usable.
-
-    A model's folder without tokenizer.json, or without the packages to read it, is still enough
-    for rows of input_ids.
-    """
+    """The tokenizer folder of a run: data.tokenizer, or the model's if it is usable; else ""."""
     if config.data.tokenizer:
         return config.data.tokenizer
     folder = config.model.from_hf
@@ -197,7 +190,7 @@ def check_stream(config: RunConfig) -> None:
 
 
 def known_longest(config: RunConfig) -> int:
-    """The longest sequence of synthetic or prepared data; 0 for text, not tokenized yet."""
+    """The longest sequence of the data, where it is known before text is tokenized; else 0."""
     data = config.data
     if data.mock:
         with in_keys("data.mock"):
@@ -225,9 +218,9 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
     with in_keys("data.path"):
         inputs = find_inputs(names)
     if data.tokenizer and not has_tokenizer(data.tokenizer):
-        key = "data.tokenizer"
         raise ValueError(
-            f"{key}: {data.tokenizer} has no tokenizer.json; set {key} to a folder that has one"
+            f"data.tokenizer: {data.tokenizer} has no tokenizer.json; set data.tokenizer to a "
+            "folder that has one"
         )
     check_choice(data.template)
     with in_keys("data.fields"):

@@ -152,10 +152,11 @@ WORDS_BY_ANSWER = {
     "train.schedule": "lr_scheduler decay_type lr_schedule lr_decay_style lr_scheduler_type",
     "train.schedule, and train.min_lr for the share that is left": "lr_scheduler_*",
     "train.min_lr, a share of train.lr": "cosine_min_lr_ratio lr_min min_lr_factor "
-    "min_learning_rate lr_end",
+    "min_learning_rate lr_end min_lr_ratio",
     "train.warmup, a share of all steps such as 0.03, or their number": "lr_warmup_fraction "
     "warmup_fraction lr_warmup_steps_ratio warmup_ratio",
-    "train.warmup, in steps": "lr_warmup_samples num_warmup_steps lr_warmup_steps warmup_iters",
+    "train.warmup, in steps": "lr_warmup_samples num_warmup_steps lr_warmup_steps lr_warmup_iters "
+    "warmup_iters warmup_steps",
     ": the learning rate falls until the last step": "lr_decay_iters lr_decay_steps decay_ratio",
     ": the optimizer is AdamW, with train.betas, train.eps and train.weight_decay": "adafactor "
     "implementation muon optim*",
@@ -190,8 +191,6 @@ WORDS_BY_ANSWER = {
     "train.seed": "random_seed manual_seed",
     "train.device": "use_cpu no_cuda use_mps_device accelerator",
     "train.eps": "adam_eps adam_epsilon",
-    "train.warmup": "lr_warmup_iters warmup_steps",
-    "train.min_lr": "min_lr_ratio",
     "train.mtp_weight": "mtp_loss_scaling_factor",
     # Evaluation.
     "train.eval_every": "eval_strategy evaluation_strategy do_eval test_freq val_check_interval "

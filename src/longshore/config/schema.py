@@ -1,22 +1,14 @@
 """The sections of a run's configuration, each key with its default, its kind and what it means.
 
-In: values of the right kinds (load.py sees to that). Out: frozen data. 0 and "" mean "not given".
-What belongs together is checked in check.py.
+In: values of the right kinds (load.py sees to that). Out: frozen data, where 0 and "" mean "not
+given", and TOML that reads back as the same. What belongs together is checked in check.py.
 
     RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
 
 A Kind takes a value as TOML gives it, and returns it as the dataclass holds it, or None where it is
 of another kind (TOML has no None of its own): `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
-says "a whole number from 1 to 64". `write_toml` writes sections that tomllib reads back, with the
-meaning of each key after it:
-
-    [train]
-    lr = 0.0003  # learning rate
-
-Errors name keys. What a part below says of a file or a folder gets the key in front by `in_keys`:
-
-    with in_keys("data.path"):
-        find_inputs(["chats.txt"])      data.path: chats.txt: must end in .jsonl, …
+says "a whole number from 1 to 64". Errors name keys: `in_keys` puts one in front of what a part
+below says of a file, as in "data.path: chats.txt: must end in .jsonl, …".
 """
 
 import json
@@ -26,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -95,10 +87,6 @@ def table(about: str) -> Any:  # noqa: ANN401 - as `key`
     return field(default_factory=dict, metadata={"kind": kind, "about": about})
 
 
-FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None)
-TEXT = Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
-
-
 def whole(least: int = 1, most: int = LARGEST) -> Kind:
     def read(value: object) -> int | None:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -122,11 +110,11 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind
     return Kind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
 
 
-def auto_or(kind: Kind) -> Kind:
+def auto_or(kind: Kind, wants: str = "") -> Kind:
     def read(value: object) -> object:
         return value if value == "auto" else kind.read(value)
 
-    return Kind(f"{kind.wants}, or 'auto'", read)
+    return Kind(wants or f"{kind.wants}, or 'auto'", read)
 
 
 def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
@@ -141,11 +129,6 @@ def function(*names: str) -> Kind:
     return Kind(listed([*shown, "module:function"]), _named(names, FUNCTION_NAME), shown, True)
 
 
-def module() -> Kind:
-    """A module of the user's, alone or with something in it as module:name."""
-    return Kind("module:name, or a module alone", _named(("",), MODULE_NAME), is_text=True)
-
-
 def _named(names: Seq[str], pattern: re.Pattern[str]) -> Callable[[object], str | None]:
     def read(value: object) -> str | None:
         if isinstance(value, str) and (value in names or pattern.fullmatch(value)):
@@ -155,44 +138,44 @@ def _named(names: Seq[str], pattern: re.Pattern[str]) -> Callable[[object], str 
     return read
 
 
-def steps_or_share() -> Kind:
-    """A whole number of steps, or a share of all of them: 100, or 0.03."""
-
-    def read(value: object) -> object:
-        if isinstance(value, float):
-            return value if 0 < value < 1 else None
-        return whole(0).read(value)
-
-    wants = "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03"
-    return Kind(wants, read)
+def _steps_or_share(value: object) -> object:
+    if isinstance(value, float):
+        return value if 0 < value < 1 else None
+    return whole(0).read(value)
 
 
-def texts() -> Kind:
-    """Texts as a list; a,b is a list of two, and a bare word a list of one."""
-
-    def read(value: object) -> tuple[str, ...] | None:
-        items = split_list(value) if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            return None
-        return tuple(items) if all(isinstance(item, str) and item for item in items) else None
-
-    return Kind('a list of strings, such as ["a", "b"] or a,b', read)
+def _texts(value: object) -> tuple[str, ...] | None:
+    """A list; a,b is a list of two, and a bare word a list of one."""
+    items = split_list(value) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return None
+    return tuple(items) if all(isinstance(item, str) and item for item in items) else None
 
 
-def paths() -> Kind:
+def _paths(value: object) -> str | tuple[str, ...] | None:
     """One path, or several as a list or with commas, unless a path with commas is there."""
+    if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
+        if "," not in value:
+            return value
+        value = [value] if Path(value).exists() else value
+    items = _texts(toml_or_text(value) if isinstance(value, str) else value)
+    # One path with commas stays a list, so that it is not split where it is read again.
+    is_one = items is not None and len(items) == 1 and "," not in items[0]
+    return items[0] if items and is_one else items or None
 
-    def read(value: object) -> str | tuple[str, ...] | None:
-        if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
-            if "," not in value:
-                return value
-            value = [value] if Path(value).exists() else value
-        items = texts().read(toml_or_text(value) if isinstance(value, str) else value)
-        # One path with commas stays a list, so that it is not split where it is read again.
-        is_one = items is not None and len(items) == 1 and "," not in items[0]
-        return items[0] if items and is_one else items or None
 
-    return Kind('a string, or a list of strings such as ["a", "b"] or a,b', read, is_text=True)
+def _numbers(value: object) -> tuple[float, ...] | None:
+    """A list; 3,1 is a list of two."""
+    value = toml_or_text(f"[{value}]") if isinstance(value, str) else value
+    if not isinstance(value, list | tuple):
+        return None
+    items = [number(0, above=True).read(item) for item in value]
+    return None if None in items else tuple(items)
+
+
+def _two_shares(value: object) -> tuple[float, ...] | None:
+    items = [number(0, 1).read(item) for item in value] if isinstance(value, list | tuple) else ()
+    return tuple(items) if len(items) == 2 and not {None, 1.0} & {*items} else None
 
 
 def toml_or_text(text: str) -> object:
@@ -204,31 +187,6 @@ def toml_or_text(text: str) -> object:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def numbers() -> Kind:
-    """Numbers above 0, as a list; 3,1 is a list of two."""
-
-    def read(value: object) -> tuple[float, ...] | None:
-        value = toml_or_text(f"[{value}]") if isinstance(value, str) else value
-        if not isinstance(value, list | tuple):
-            return None
-        items = [number(0, above=True).read(item) for item in value]
-        return None if None in items else tuple(items)
-
-    return Kind("a list of numbers above 0, such as [3, 1] or 3,1", read)
-
-
-def shares() -> Kind:
-    """Two numbers of at least 0 and below 1."""
-
-    def read(value: object) -> tuple[float, ...] | None:
-        items = (
-            [number(0, 1).read(item) for item in value] if isinstance(value, list | tuple) else ()
-        )
-        return tuple(items) if len(items) == 2 and not {None, 1.0} & {*items} else None
-
-    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
-
-
 def split_list(text: str) -> list[str]:
     """The texts between commas; brackets around all and quotes around each may be there or not."""
     bare = text.strip()
@@ -236,6 +194,19 @@ def split_list(text: str) -> list[str]:
         bare = bare[1:-1].strip()
     items = [item.strip() for item in bare.split(",")] if bare else []
     return [item[1:-1] if re.fullmatch(r"""(["']).*\1""", item) else item for item in items]
+
+
+FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None)
+TEXT = Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
+TEXTS = Kind('a list of strings, such as ["a", "b"] or a,b', _texts)
+PATHS = Kind('a string, or a list of strings such as ["a", "b"] or a,b', _paths, is_text=True)
+NUMBERS = Kind("a list of numbers above 0, such as [3, 1] or 3,1", _numbers)
+SHARES = Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", _two_shares)
+MODULE = Kind("module:name, or a module alone", _named(("",), MODULE_NAME), is_text=True)
+STEPS = Kind(
+    "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03",
+    _steps_or_share,
+)
 
 
 def listed(names: Seq[str], last: str = "or") -> str:
@@ -285,12 +256,12 @@ class DataConfig:
     """How errors begin the names of the keys path and mock."""
     path: str | tuple[str, ...] = key(
         "",
-        paths(),
+        PATHS,
         "JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of `longshore "
         "prepare`; also a glob, or a list of these",
     )
     weights: tuple[float, ...] = key(
-        (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
+        (), NUMBERS, "how often each name in path is drawn; none: each sequence once an epoch"
     )
     stream: bool = key(
         False, FLAG, "tokenize while training, without an index; needs train.steps, max_length"
@@ -313,9 +284,9 @@ class DataConfig:
     )
     too_long: TooLong = key("reject", one_of(TooLong), "what to do with longer sequences")
     fields: tuple[str, ...] = key(
-        (), texts(), 'extra columns for your own loss, such as "advantage:per_target:float32"'
+        (), TEXTS, 'extra columns for your own loss, such as "advantage:per_target:float32"'
     )
-    ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
+    ignore: tuple[str, ...] = key((), TEXTS, "columns to leave out; *: all that are not used")
     max_bytes: int = key(
         MAX_BYTES, whole(), "samples of more bytes are rejected without being parsed"
     )
@@ -335,7 +306,7 @@ class DataConfig:
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
     eval_path: str | tuple[str, ...] = key(
-        "", paths(), "held-out data to evaluate on, in the same formats as path"
+        "", PATHS, "held-out data to evaluate on, in the same formats as path"
     )
     eval_mock: Mapping[str, Any] = table(
         "synthetic held-out sequences instead of eval_path, as in mock"
@@ -401,7 +372,7 @@ class ModelConfig:
     from_hf: str = key("", TEXT, "instead of preset: a Hugging Face checkpoint folder")
     module: str = key(
         "",
-        module(),
+        MODULE,
         "instead of preset: your own decoder, as module:function; with from_hf: the Python "
         "module of its mixers",
     )
@@ -481,13 +452,11 @@ class TrainConfig:
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
     warmup: float = key(
-        0,
-        steps_or_share(),
-        "warmup steps, or a share of all steps, in which the learning rate rises",
+        0, STEPS, "warmup steps, or a share of all steps, in which the learning rate rises"
     )
     min_lr: float = key(0.0, number(0, 1), "learning rate at the end, as a share of lr")
     weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
-    betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")
+    betas: tuple[float, float] = key((0.9, 0.95), SHARES, "betas of AdamW")
     eps: float = key(1e-8, number(0, above=True), "epsilon of AdamW")
     clip: float = key(1.0, number(0), "clip the gradient to this norm; 0: never")
     dtype: DTypeChoice = key(
@@ -503,7 +472,7 @@ class TrainConfig:
     kernels: Kernels = key("auto", one_of(Kernels), "kernels on GPUs; plain: none but torch's own")
     compile: bool | Literal["auto"] = key(
         "auto",
-        auto_or(FLAG),
+        auto_or(FLAG, "true, false or 'auto'"),
         "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
     loss: str = key(
@@ -528,7 +497,7 @@ class GraphConfig:
     """CUDA graphs, which replay a layer's kernels without launching each; off by default."""
 
     layers: tuple[str, ...] = key(
-        (), texts(), "parts of layers to replay: attention, mamba, delta, mlp, or all; none: off"
+        (), TEXTS, "parts of layers to replay: attention, mamba, delta, mlp, or all; none: off"
     )
     max_sequences: int | Literal["auto"] = key(
         "auto",
@@ -562,7 +531,7 @@ class OutputConfig:
     keep: int = key(2, whole(0, 1 << 20), "keep this many of the newest checkpoints; 0: write none")
     weights: bool = key(True, FLAG, "write the trained weights into the run's folder at the end")
     export: str = key("", TEXT, "write a Hugging Face checkpoint into this folder at the end")
-    trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
+    trackers: tuple[str, ...] = key((), TEXTS, 'also log to "tensorboard" or "wandb"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -582,16 +551,12 @@ class RunConfig:
 
     def to_toml(self) -> str:
         """A recipe that reads back as this configuration, each key with what it means."""
-        values = {
-            name: {f.name: getattr(getattr(self, name), f.name) for f in fields(kind)}
-            for name, kind in SECTIONS.items()
-        }
         about = {
             f"{name}.{f.name}": f.metadata["about"]
             for name, kind in SECTIONS.items()
             for f in fields(kind)
         }
-        return write_toml(values, about)
+        return write_toml(asdict(self), about)
 
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
