@@ -21,11 +21,8 @@ from types import ModuleType
 from typing import Any
 
 _NAME = r"[^\W\d]\w*"
-FUNCTION_NAME = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
-"""package.module:function"""
-MODULE_NAME = re.compile(rf"{_NAME}(\.{_NAME})*(:{_NAME})?")
-"""package.module, alone or with a name in it"""
-
+FUNCTION_NAME = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")  # package.module:function
+MODULE_NAME = re.compile(rf"{_NAME}(\.{_NAME})*(:{_NAME})?")  # package.module, or as above
 NOT_USERS = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")
 """How the names of files begin that are Longshore's or Python's."""
 

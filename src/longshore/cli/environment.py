@@ -27,7 +27,6 @@ from longshore.files import size_text
 
 FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FLASH_CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
 def safe_path() -> AbstractContextManager[None]:
@@ -56,7 +55,7 @@ class _Lossy(io.FileIO):
             send_nowhere(self.fileno())
             with suppress(OSError):
                 if self.fileno() == 1:
-                    os.write(2, LOST.encode())
+                    os.write(2, b"longshore: stdout is closed; the run continues without it\n")
             return memoryview(data).nbytes  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.files import check_new, check_room, read_json_object, reason
+from longshore.files import check_new, check_room, reason
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.hf.config_file import CONFIG
-
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
             "--max-length works only with --format hf; Longshore's own format has no such key"
@@ -81,8 +79,6 @@ def run_export(args: argparse.Namespace) -> None:
         if args.module is not None:
             working_folder_last()
             load_module(args.module, "--module")
-        if args.base is not None:
-            read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
         raise ValueError(f"{error.filename or args.folder}: {reason(error)}") from None

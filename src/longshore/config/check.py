@@ -339,9 +339,8 @@ def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses before the first step what could not be written as a Hugging Face folder."""
     from longshore.hf.config_file import choose_architecture, transformers_base
 
-    export = config.output.export
     base = transformers_base(Path(config.model.from_hf) if config.model.from_hf else None)
-    if not base and not export:
+    if not base and not config.output.export:
         return
     try:
         choose_architecture(decoder.merged(), base)

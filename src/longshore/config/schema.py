@@ -81,7 +81,7 @@ def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the t
     return field(default=default, metadata={"kind": kind, "about": listed})
 
 
-def table(about: str) -> Any:  # noqa: ANN401 - as `key`
+def table(*, about: str) -> Any:  # noqa: ANN401 - as `key`
     """A field that is a table, empty by default."""
     kind = Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
     return field(default_factory=dict, metadata={"kind": kind, "about": about})
@@ -267,7 +267,7 @@ class DataConfig:
         False, FLAG, "tokenize while training, without an index; needs train.steps, max_length"
     )
     mock: Mapping[str, Any] = table(
-        "synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …"
+        about="synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …"
     )
     count: int = key(0, whole(0, MOST_MOCK), "how many synthetic sequences an epoch has")
     tokenizer: str = key(
@@ -309,7 +309,7 @@ class DataConfig:
         "", PATHS, "held-out data to evaluate on, in the same formats as path"
     )
     eval_mock: Mapping[str, Any] = table(
-        "synthetic held-out sequences instead of eval_path, as in mock"
+        about="synthetic held-out sequences instead of eval_path, as in mock"
     )
     eval_count: int = key(
         0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
@@ -395,7 +395,7 @@ class ModelConfig:
         "Hugging Face folder",
     )
     lora: Mapping[str, Any] = table(
-        "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+        about="train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
         "targets (names of modules; default: all-linear)"
     )
 
@@ -478,7 +478,7 @@ class TrainConfig:
     loss: str = key(
         "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"
     )
-    loss_options: Mapping[str, Any] = table("options of the loss, such as {beta = 0.1}")
+    loss_options: Mapping[str, Any] = table(about="options of the loss, such as {beta = 0.1}")
     loss_count: str = key(
         "auto",
         function("auto", "tokens", "sequences"),
