@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from longshore.config.other_systems import by_word
+from longshore.config.schema import by_word
 from longshore.files import printable
 
 OPTIONS_BY_ANSWER = {

@@ -8,10 +8,9 @@ so on. Options of the command line are in cli/options.py.
 """
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import fields
 
-from longshore.config.schema import SECTIONS
+from longshore.config.schema import SECTIONS, by_word
 
 WORDS_BY_ANSWER = {
     # The model.
@@ -85,6 +84,7 @@ WORDS_BY_ANSWER = {
     "data.template": "chat_template*",
     "data.batch, over all devices": "per_device_train_batch_size train_batch_size "
     "global_train_batch_size batch_size total_batch_size global_batch_size",
+    ": a thread makes steps ahead (data.prefetch), pinned for GPUs": "dataloader_*",
     # The plan.
     ": sequences are always packed": "eval_packing eval_sample_packing padding_free "
     "sequence_packing use_sequence_packing pad_to_sequence_len pad_to_max_length dynamic_batching "
@@ -143,6 +143,7 @@ WORDS_BY_ANSWER = {
     "enable_cpu_offload param_offload optimizer_offload offload optimizer_cpu_offload",
     "train.recompute=blocks": "activation_checkpointing enable_gradient_checkpointing "
     "activation_checkpoint gradient_checkpointing* recompute_*",
+    ": gradients are summed once a step; parallel.shard says what is split": "ddp_*",
     # Learning.
     "train.lr": "lr_max peak_lr base_lr initial_lr learning_rate",
     "train.epochs": "num_epochs n_epochs total_epochs max_epochs nb_epochs num_train_epochs",
@@ -247,15 +248,7 @@ WORDS_BY_ANSWER = {
     ": training reads answers that were sampled before; data.group keeps those of one prompt in "
     "one step": "num_generations num_samples_per_prompt n_samples_per_prompt",
     "output.save_every, and output.keep=0 for no checkpoint at all": "save_strategy",
-    ": gradients are summed once a step; parallel.shard says what is split": "ddp_*",
-    ": a thread makes steps ahead (data.prefetch), pinned for GPUs": "dataloader_*",
 }
-
-
-def by_word(table: Mapping[str, str]) -> dict[str, str]:
-    """From each word between spaces in the values to its key."""
-    return {word: ours for ours, words in table.items() for word in words.split()}
-
 
 ANSWERS = by_word(WORDS_BY_ANSWER)
 FOREIGN_KEYS = {word: answer for word, answer in ANSWERS.items() if word[-1] != "*"}

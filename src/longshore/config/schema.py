@@ -213,6 +213,11 @@ def listed(names: Seq[str], last: str = "or") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]
 
 
+def by_word(table: Mapping[str, str]) -> dict[str, str]:
+    """From each word between spaces in the values to its key."""
+    return {word: ours for ours, words in table.items() for word in words.split()}
+
+
 def write_toml(sections: Mapping[str, Mapping[str, object]], about: Mapping[str, str]) -> str:
     """about: what a key means, by section.key."""
     parts = []
