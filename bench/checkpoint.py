@@ -24,7 +24,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from results import machine, table, write_section
 
-from longshore.config import decoder_config, load_config, planner_setting
+from longshore.config.check import decoder_config, planner_setting
+from longshore.config.load import load_config
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder

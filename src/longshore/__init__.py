@@ -6,8 +6,8 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
     from longshore import Trainer, make_plan
 """
 
-# Nothing is imported here: `python -m longshore` finds modules in the working folder first, until
-# cli/main.py has put it last. Type checkers take a variable of this name as true.
+# Nothing is imported here: `python -m longshore.cli.main` has the working folder first on its path,
+# until cli/main.py has put it last. Type checkers take a variable of this name as true.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Folders and files that appear atomically, JSON with a checksum, and free disk space. No torch.
+"""Files: folders that appear atomically, JSON with a checksum, free disk space, text for terminals.
 
 In: a path and what to write. Out: a folder that is complete or absent, because it is written under
 another name and renamed; a file with its old or its new content; or JSON with its own SHA-256:
@@ -10,18 +10,7 @@ another name and renamed; a file with its old or its new content; or JSON with i
     sealed_json({"step": 40})         {"step": 40, "sha256": "9f86d081…"}
     open_sealed(raw)                  {"step": 40, …}; a ValueError if any bit of raw was changed
 
-The checksum is computed with zeros in its own place. It detects accidents, not forgery: whoever can
-write the file can compute it again.
-
-Escapes text from data, names and recipes so that it is safe to print on a terminal.
-
-In: any text. Out: the same with each character that a terminal would execute rather than show
-escaped: of "\\x1b[2J", which clears the screen, the first character becomes the four letters
-\\x1b. Newlines and tabs stay.
-
-Escaped are control characters (C0, DEL and C1, so every escape sequence), characters that change
-the writing direction or hide text, other line separators, and lone surrogates, which a stream
-cannot encode. The joiners that scripts and emoji need stay.
+The checksum is computed with zeros in its own place. It detects accidents, not forgery.
 """
 
 import contextlib
@@ -39,6 +28,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+TEMPORARY = "longshore-"
+OWNER = "owner"
+SEAL = "sha256"
+BLANK = b"0" * 64
+MOST_JSON_BYTES = 1_000_000_000  # an index of a million tensors has a tenth of this
+SPARE = 1 << 20  # bytes next to a big file: metrics, names, JSON
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROTECTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+PLAIN = re.compile(r"[\n\t\x20-\x7e]*")
+KEPT = "\n\t\u200c\u200d\u00ad"
+ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def check_new(folder: str | Path) -> Path:
@@ -94,12 +95,8 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True
+        pass
     return True
-
-
-TEMPORARY = "longshore-"
-OWNER = "owner"
 
 
 @contextlib.contextmanager
@@ -126,14 +123,6 @@ def _remove_ownerless(parent: Path) -> None:
                 with (folder / OWNER).open() as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-SEAL = "sha256"
-BLANK = b"0" * 64
-MOST_JSON_BYTES = 1_000_000_000  # an index of a million tensors has a tenth of this
-SPARE = 1 << 20  # bytes next to a big file: metrics, names, JSON
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PROTECTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
@@ -252,13 +241,12 @@ def size_text(size: float) -> str:
     return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
 
 
-PLAIN = re.compile(r"[\n\t\x20-\x7e]*")
-KEPT = "\n\t\u200c\u200d\u00ad"
-ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
 def printable(text: str) -> str:
-    """The text with characters escaped that a terminal would execute."""
+    """The text with what a terminal would execute escaped, "\\x1b[2J" as the letters \\x1b[2J.
+
+    Escaped are control characters, characters that change the writing direction or hide text, other
+    line separators, and lone surrogates; newlines, tabs and the joiners of scripts and emoji stay.
+    """
     if PLAIN.fullmatch(text):
         return text
     return "".join(_escaped(letter) for letter in text)

@@ -1,12 +1,8 @@
 """Every choice of a recipe, listed once, and checks of numbers that configs share. No torch.
 
 In: nothing. Out: Literal types, for annotations, and `names_of`, for checks and for help:
-
-    names_of(Recompute)     ("none", "blocks")
-
-config/schema.py explains the names. Policies are registered in plan/types.py. `check_counts` and
-others raise for a field of a config: "AttentionConfig.heads is 0; it must be a whole number of 1 or
-more". Errors name a setting by its key in a recipe, such as plan.max_cp, wherever they are raised.
+names_of(Recompute) is ("none", "blocks"). `check_counts` and `check_more_than` raise for a field of
+a config: "AttentionConfig.heads is 0; it must be a whole number of 1 or more".
 """
 
 import math

@@ -21,11 +21,8 @@ from types import ModuleType
 from typing import Any
 
 _NAME = r"[^\W\d]\w*"
-FUNCTION_NAME = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
-"""package.module:function"""
-MODULE_NAME = re.compile(rf"{_NAME}(\.{_NAME})*(:{_NAME})?")
-"""package.module, alone or with a name in it"""
-
+FUNCTION_NAME = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")  # package.module:function
+MODULE_NAME = re.compile(rf"{_NAME}(\.{_NAME})*(:{_NAME})?")  # package.module, or as above
 NOT_USERS = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")
 """How the names of files begin that are Longshore's or Python's."""
 
@@ -83,11 +80,8 @@ def is_installed(package: str) -> bool:
 
 def describe_error(error: Exception) -> str:
     """The error in one line, with the place in the user's file."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(NOT_USERS)
-    ]
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not frame.filename.startswith(NOT_USERS)]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 

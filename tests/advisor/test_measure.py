@@ -119,7 +119,7 @@ def test_the_check_of_a_profile(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "none/m.json"], "--out none/m.json: cannot be written"),
+        (["--out", "none/m.json"], "none/m.json: cannot be written, there is no folder none"),
         (["--model", "qwen3-8b"], "--model: it is for --check PROFILE; leave it out"),
         (["--check", "h200", "--out", "x"], "--out: --check writes no profile; leave it out"),
         (["--check", "none"], "profile none: cannot be read"),

@@ -18,7 +18,7 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.main import main
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.distributed.process_group import Ranks, loopback_variables, ranks_from_environment
 from longshore.train.heartbeat import (
     TWICE_S,
@@ -213,6 +213,7 @@ def command(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
     def start(work, ranks, *words):
         return subprocess.Popen(
@@ -221,7 +222,7 @@ def command(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
 

@@ -7,7 +7,8 @@ import pytest
 from tests.data.tiny import CHATML, word_tokenizer
 
 from longshore.cli.main import main
-from longshore.config import check_config, load_config
+from longshore.config.check import check_config
+from longshore.config.load import load_config
 from longshore.data.prepare import prepare
 from longshore.run.data import prepare_text
 

@@ -14,7 +14,7 @@ from tests.data.tiny import CHATML, word_tokenizer
 from longshore import Trainer
 from longshore.cli.main import main
 from longshore.cli.train import TRAIN_HELP
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.config.other_systems import all_keys
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from longshore.arch.presets import preset
-from longshore.config import (
-    RunConfig,
+from longshore.config.check import (
     check_config,
     check_longest,
     decoder_config,
-    load_config,
+    lane_align,
     planner_setting,
+    shared_heads,
 )
-from longshore.config.check import lane_align, shared_heads
-from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig
+from longshore.config.load import load_config
+from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.planner import plan_step
 
 DEMO = load_config(None)

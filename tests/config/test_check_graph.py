@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.config import check_config, load_config
-from longshore.config.check import graph_layers
+from longshore.config.check import check_config, graph_layers
+from longshore.config.load import load_config
 from longshore.config.schema import GraphConfig, ModelConfig
 
 DEMO = load_config(None, ["train.device=auto"])

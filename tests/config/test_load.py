@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.config import RunConfig, load_config, with_defaults
+from longshore.config.load import load_config, with_defaults
 from longshore.config.other_systems import (
     FOREIGN_KEYS,
     FOREIGN_SECTIONS,
@@ -16,7 +16,15 @@ from longshore.config.other_systems import (
     answer_key,
     answer_section,
 )
-from longshore.config.schema import SECTIONS, DataConfig, Kind, ModelConfig, TrainConfig, toml_value
+from longshore.config.schema import (
+    SECTIONS,
+    DataConfig,
+    Kind,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    toml_value,
+)
 
 RECIPE = """\
 [data]

@@ -6,7 +6,8 @@ import pytest
 
 from longshore.arch.as_json import REGISTERED
 from longshore.arch.presets import preset
-from longshore.config import decoder_config, load_config
+from longshore.config.check import decoder_config
+from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
 
 OWN = """\

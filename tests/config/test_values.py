@@ -3,7 +3,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from longshore.config.schema import SECTIONS, paths, texts
+from longshore.config.schema import PATHS, SECTIONS, TEXTS
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -38,11 +38,11 @@ def test_a_choice_takes_the_names_of_its_annotation(section):
     ],
 )
 def test_lists_of_texts(given, read):
-    assert texts().read(given) == read
+    assert TEXTS.read(given) == read
 
 
 def test_a_path_that_is_there_may_contain_commas(tmp_path):
     name = f"{tmp_path}/a,b.jsonl"
-    assert paths().read(name) == (f"{tmp_path}/a", "b.jsonl")
+    assert PATHS.read(name) == (f"{tmp_path}/a", "b.jsonl")
     (tmp_path / "a,b.jsonl").touch()
-    assert paths().read(name) == paths().read([name]) == (name,)
+    assert PATHS.read(name) == PATHS.read([name]) == (name,)

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 from tests.end_to_end.command import torchrun, trained
 
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.train.display import StepMetrics
 
 NAMES = [field.name for field in fields(StepMetrics)]  # experts and a depth are in the demo

@@ -7,7 +7,7 @@ import pytest
 from tests.end_to_end.killed import Kill, Runs
 
 from longshore.cli.main import main
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.train.checkpoint_files import newest_complete, read_index
 
 

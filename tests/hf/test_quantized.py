@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from tests.hf.folders import llama
 
-from longshore.config import check_config, load_config
+from longshore.config.check import check_config
+from longshore.config.load import load_config
 from longshore.hf.config_file import read_config
 
 

@@ -20,8 +20,8 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig, decoder_on_tp_ran
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.memory import RankSetting
 from longshore.cli.main import main
-from longshore.config import load_config
 from longshore.config.check import graph_layers
+from longshore.config.load import load_config
 from longshore.model.decoder import Decoder
 from longshore.model.registry import register_mixer
 from longshore.plan import make_plan

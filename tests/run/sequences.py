@@ -1,6 +1,6 @@
 """The sequences of a run's data, prepared first where they are text."""
 
-from longshore.config import decoder_config
+from longshore.config.check import decoder_config
 from longshore.run.data import open_sequences, prepare_text, text_is_ready
 
 

@@ -8,7 +8,8 @@ import pytest
 from tests.data.rows import from_rows
 from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
-from longshore.config import check_config, decoder_config, load_config
+from longshore.config.check import check_config, decoder_config
+from longshore.config.load import load_config
 from longshore.data.prepare import prepare
 from longshore.data.source import MemorySource, TokenizedSample, parse_field
 from longshore.data.store import write_store

@@ -11,7 +11,8 @@ import pytest
 from tests.data.tiny import word_tokenizer
 from tests.run.sequences import open_config
 
-from longshore.config import check_config, load_config
+from longshore.config.check import check_config
+from longshore.config.load import load_config
 from longshore.data.source import Field, TokenizedSample
 from longshore.data.store import write_store
 from longshore.run.data import prepare_text, text_folders, text_is_ready

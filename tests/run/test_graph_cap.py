@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longshore.arch.presets import preset
-from longshore.config import load_config
+from longshore.config.load import load_config
 from longshore.config.schema import GraphConfig
 from longshore.data.source import Batches, BatchSize
 from longshore.plan import make_plan

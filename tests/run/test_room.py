@@ -7,7 +7,8 @@ import pytest
 
 from longshore.arch.costs import parameter_count
 from longshore.cli.main import main
-from longshore.config import decoder_config, load_config
+from longshore.config.check import decoder_config
+from longshore.config.load import load_config
 from longshore.data.source import Field, TokenizedSample
 from longshore.data.store import write_store
 from longshore.distributed.process_group import alone

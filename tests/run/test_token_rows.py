@@ -19,7 +19,8 @@ from tests.metrics_file import read_metrics
 from tests.run.sequences import open_config
 
 from longshore.cli.main import main
-from longshore.config import check_config, decoder_config, load_config
+from longshore.config.check import check_config, decoder_config
+from longshore.config.load import load_config
 from longshore.data.source import Field
 from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer

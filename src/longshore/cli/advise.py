@@ -16,13 +16,13 @@ import numpy as np
 from longshore.advisor.advise import advise, answer
 from longshore.advisor.advise_page import advise_summary, write_advise_page
 from longshore.advisor.candidates import AdviceTask
-from longshore.advisor.machine import MachineProfile, load_machine, memory_gib, profile_names
+from longshore.advisor.machine import load_machine, memory_gib, profile_names
 from longshore.arch.presets import PRESETS
-from longshore.cli.options import add_command, count, one_of, say
+from longshore.cli.options import add_command, check_output, count, number, one_of, say
 from longshore.config.check import code_refusals, decoder_config, lora_refusals, refuse
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
-from longshore.plan.cost import Ints
+from longshore.data.store import Store
 from longshore.plan.lengths_file import read_lengths
 
 ADVISE_HELP = """\
@@ -74,33 +74,31 @@ def register_advise(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="recommend how to train a model on some GPUs, and predict its speed",
         usage="longshore advise LENGTHS --gpus N --model MODEL [options] [model.key=value …]",
         text=ADVISE_HELP.replace("MACHINES", ", ".join(profile_names())),
+        options={
+            "model gpu page": str,
+            "json": bool,
+            "layers": count(4096),
+            "batch": count(1 << 40),
+            "gpus epochs": count(MOST),
+            "memory": number(lambda x: 1 <= x <= MOST, "a size in GiB, such as 80"),
+            "tokens": _tokens,
+            "dtype": one_of(DTYPES),
+        },
+        run=run_advise,
+        gpu="h200",
     )
-    parser.set_defaults(run=run_advise)
-    hidden = argparse.SUPPRESS  # ADVISE_HELP describes them all
-    parser.add_argument("words", nargs="*", help=hidden)
-    for name, kind in (
-        ("model", str),
-        ("layers", count(4096)),
-        ("batch", count(1 << 40)),
-        ("gpus", count(MOST)),
-        ("memory", _gib),
-        ("tokens", _tokens),
-        ("epochs", count(MOST)),
-        ("page", str),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=hidden)
-    parser.add_argument("--gpu", default="h200", help=hidden)
-    parser.add_argument("--dtype", type=one_of(DTYPES), help=hidden)
-    parser.add_argument("--json", action="store_true", help=hidden)
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
 
 
 def run_advise(args: argparse.Namespace) -> None:
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ValueError(f"advise takes one file of lengths, but got {' '.join(files)}")
-    args.lengths = files[0] if files else None
-    task = _task(args)
-    _check_page(args)
+    if not files:
+        raise ValueError("give a file with one length a line, or a folder of longshore prepare")
+    task = _task(args, files[0])
+    if args.page:
+        check_output(args.page, files[0])
     total = args.tokens or int(task.lengths.sum()) * (args.epochs or 1)
     data = answer(advise(task), total_tokens=total)
     if args.page:
@@ -116,31 +114,38 @@ def run_advise(args: argparse.Namespace) -> None:
         say(f"page: {args.page} (open it in a browser)")
 
 
-def _task(args: argparse.Namespace) -> AdviceTask:
-    if args.lengths is None:
-        raise ValueError("give a file with one length a line, or a folder of longshore prepare")
+def _task(args: argparse.Namespace, file: str) -> AdviceTask:
     if args.gpus is None or args.model is None:
         name = "--gpus, the number of GPUs" if args.gpus is None else "--model, what to train"
         raise ValueError(f"give {name}; see longshore advise --help")
     if args.tokens and args.epochs:
         raise ValueError("--tokens and --epochs are both given; leave one out")
-    words = [word for word in args.words if "=" in word]
-    model = _model(args.model, args.layers, words)
+    model = _model(args.model, args.layers, [word for word in args.words if "=" in word])
     machine = load_machine(args.gpu)
-    lengths = _lengths(args.lengths)
+    given = Store(file).lengths if os.path.isdir(file) else read_lengths(file).lengths
+    lengths = np.asarray(given, dtype=np.int64)
+    if args.batch and args.batch > len(lengths):
+        raise ValueError(
+            f"--batch is {args.batch}, but there are only {len(lengths)} sequences; lower it"
+        )
+    usual = max(1, round(args.gpus * STEP_TOKENS / float(lengths.mean())))
+    gib = args.memory or memory_gib(args.gpu)
+    if gib is None:
+        raise ValueError(
+            f"the memory of {machine.device} is not known; give it as --memory, in GiB"
+        )
     # A profile in another dtype is refused for the default as for any other that differs.
     own = machine.dtype if machine.dtype in DTYPES else DTYPES[0]
-    dtype = cast(Literal["bfloat16", "float32"], args.dtype or own)
     return AdviceTask(
         model=model,
         decoder=decoder_config(model),
         gpus=args.gpus,
-        memory=_memory(args, machine),
+        memory=int(gib * GIB),
         machine=machine,
         machine_name=args.gpu,
         lengths=lengths,
-        batch=_batch(args, lengths),
-        dtype=dtype,
+        batch=args.batch or min(usual, len(lengths)),
+        dtype=cast(Literal["bfloat16", "float32"], args.dtype or own),
     )
 
 
@@ -174,57 +179,9 @@ def _named(name: str, layers: int | None) -> list[str]:
     return [f"model.from_hf={name}" if is_folder else f"model.module={name}"]
 
 
-def _lengths(path: str) -> Ints:
-    if not os.path.isdir(path):
-        return np.array(read_lengths(path).lengths, dtype=np.int64)
-    from longshore.data.store import Store
-
-    return np.asarray(Store(path).lengths, dtype=np.int64)
-
-
-def _memory(args: argparse.Namespace, machine: MachineProfile) -> int:
-    gib = args.memory or memory_gib(args.gpu)
-    if gib is None:
-        raise ValueError(
-            f"the memory of {machine.device} is not known; give it as --memory, in GiB"
-        )
-    return int(gib * GIB)
-
-
-def _batch(args: argparse.Namespace, lengths: Ints) -> int:
-    usual = max(1, round(args.gpus * STEP_TOKENS / float(lengths.mean())))
-    if args.batch and args.batch > len(lengths):
-        raise ValueError(
-            f"--batch is {args.batch}, but there are only {len(lengths)} sequences; lower it"
-        )
-    return int(args.batch or min(usual, len(lengths)))
-
-
-def _check_page(args: argparse.Namespace) -> None:
-    """Refuses before the search what could not be written after it."""
-    if args.page is None:
-        return
-    folder = os.path.dirname(args.page) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{args.page}: cannot be written, there is no folder {folder}")
-    if os.path.isdir(args.page) or not os.access(
-        args.page if os.path.exists(args.page) else folder, os.W_OK
-    ):
-        raise ValueError(f"{args.page}: cannot be written, it is a folder, or write-protected")
-    if os.path.realpath(args.page) == os.path.realpath(args.lengths):
-        raise ValueError(f"{args.page}: cannot be written, another argument names the same file")
-
-
 def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:[eE][0-9]+)?)([KMBT]?)", text.upper())
     number = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
     if not 1 <= number < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 15B or 2e9")
     return int(number)
-
-
-def _gib(text: str) -> float:
-    match = re.fullmatch(r"[0-9]+\.?[0-9]*", text)
-    if not match or not 1 <= float(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB, such as 80")
-    return float(text)

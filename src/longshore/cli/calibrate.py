@@ -8,14 +8,13 @@ of what was measured and what is arithmetic; with --check a table of predicted a
 
 import argparse
 import json
-import os
 import platform
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from longshore.advisor.machine import MachineProfile, load_machine, profile_names
 from longshore.arch.presets import preset
-from longshore.cli.options import add_command, count, one_of, say
+from longshore.cli.options import add_command, check_output, count, one_of, say
 from longshore.distributed.process_group import ranks_from_environment
 from longshore.files import write_atomically
 from longshore.settings import DeviceChoice, DTypeChoice, names_of
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from longshore.advisor.calibrate import CalibrationOptions
-    from longshore.advisor.machine import GatherCost
     from longshore.distributed.process_group import Ranks
 
 CALIBRATE_HELP = """\
@@ -48,28 +46,24 @@ with one process it is arithmetic, and the file says so.
   --layers N         with --check: number of its layers (default: all)
   --capacity C       with --check: most tokens of a round (default: 16384, on a CPU 512)
   --steps N          with --check: how many steps (default: 12)"""
-DEFAULT_OUT = "machine.json"
-DEFAULT_BUDGET = 240
 
 
 def register_calibrate(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = add_command(
+    add_command(
         commands,
         "calibrate",
         summary="measure this machine, for plans and predictions",
         usage="longshore calibrate [--out FILE] [--budget SECONDS] | --check PROFILE [options]",
         text=CALIBRATE_HELP.replace("NAMES", ", ".join(profile_names())),
+        options={
+            "out check model": str,
+            "budget": count(86_400),
+            "device": one_of(names_of(DeviceChoice)),
+            "dtype": one_of(names_of(DTypeChoice)),
+            "layers capacity steps": count(1 << 30),
+        },
+        run=run_calibrate,
     )
-    parser.set_defaults(run=run_calibrate)
-    hidden = argparse.SUPPRESS  # CALIBRATE_HELP describes them all
-    parser.add_argument("--out", help=hidden)
-    parser.add_argument("--budget", type=count(86_400), help=hidden)
-    parser.add_argument("--device", type=one_of(names_of(DeviceChoice)), help=hidden)
-    parser.add_argument("--dtype", type=one_of(names_of(DTypeChoice)), help=hidden)
-    parser.add_argument("--check", help=hidden)
-    parser.add_argument("--model", help=hidden)
-    for name in ("layers", "capacity", "steps"):
-        parser.add_argument(f"--{name}", type=count(1 << 30), help=hidden)
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
@@ -78,10 +72,8 @@ def run_calibrate(args: argparse.Namespace) -> None:
         _check(args)
         return
     _refuse_others(args, ("model", "layers", "capacity", "steps"), "it is for --check PROFILE")
-    out = args.out or DEFAULT_OUT
-    folder = os.path.dirname(out) or "."
-    if os.path.isdir(out) or not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {out}: cannot be written; name a file in a folder that exists")
+    out = args.out or "machine.json"
+    check_output(out)
     place = ranks_from_environment()
     options = _options(args, place)
     if place is None or place.rank == 0:
@@ -95,19 +87,15 @@ def _refuse_others(args: argparse.Namespace, names: tuple[str, ...], why: str) -
 
 
 def _options(args: argparse.Namespace, place: "Ranks | None") -> "CalibrationOptions":
-    from longshore.advisor.calibrate import CalibrationOptions
+    from longshore.advisor.calibrate import CalibrationOptions, gathers_between_ranks
 
     device, dtype = _device(args, place)
-    gathers: tuple[GatherCost, ...] = ()
-    several = place is not None and place.world_size > 1
-    if place is not None and several:
-        from longshore.advisor.calibrate import gathers_between_ranks
-
-        say(f"exchange between {place.world_size} ranks")
-        gathers = gathers_between_ranks(place, device)
-    more = {"node": place.local_size} if place is not None and several else {}
-    budget = float(args.budget or DEFAULT_BUDGET)
-    return CalibrationOptions(device, dtype, budget, gathers, **more)
+    budget = float(args.budget or 240)
+    if place is None or place.world_size == 1:
+        return CalibrationOptions(device, dtype, budget)
+    say(f"exchange between {place.world_size} ranks")
+    gathers = gathers_between_ranks(place, device)
+    return CalibrationOptions(device, dtype, budget, gathers, node=place.local_size)
 
 
 def _device(args: argparse.Namespace, place: "Ranks | None") -> "tuple[torch.device, torch.dtype]":

@@ -11,35 +11,21 @@ and rank 0 prints.
 import argparse
 import json
 import os
+import pickle
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longshore.cli.launch import (
-    check_asked_ranks,
-    check_ranks,
-    flush_and_exit,
-    gpu_count,
-    launch,
-)
+from longshore.cli.launch import flush_and_exit, gpu_count, launch, ranks_of_run
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
-from longshore.doctor.machine import (
-    DoctorOptions,
-    Finding,
-    bad,
-    examine,
-    first_line,
-    good,
-    warn,
-)
+from longshore.doctor.machine import DoctorOptions, Finding, bad, examine, first_line, good, warn
 from longshore.files import printable, temporary_folder
 
 if TYPE_CHECKING:
@@ -64,30 +50,24 @@ WIDTH = 80
 ROWS = 64
 MARKS = {"ok": "✓", "warn": "!", "bad": "✗"}
 PLAIN = {"ok": "+", "warn": "!", "bad": "x"}
-COLOURS = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+COLOURS = {"ok": "32", "warn": "33", "bad": "1;31"}
 
 
 def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = add_command(
+    add_command(
         commands,
         "doctor",
         summary="check whether this machine can train, and what is wrong with it",
         usage="longshore doctor [--ranks N] [--json]",
         text=DOCTOR_HELP,
+        options={"ranks": count(MOST_RANKS), "json": bool},
+        run=run_doctor,
     )
-    parser.set_defaults(run=run_doctor)
-    hidden = argparse.SUPPRESS  # DOCTOR_HELP describes them all
-    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
-    parser.add_argument("--json", action="store_true", help=hidden)
 
 
 def run_doctor(args: argparse.Namespace) -> None:
     place = ranks_from_environment()
-    if place is not None:
-        check_asked_ranks(args.ranks, place)
-    ranks = args.ranks or (place.world_size if place else RANKS)
-    if place is None:
-        check_ranks(ranks, way_out="lower --ranks")
+    ranks = ranks_of_run(args.ranks, RunConfig().with_ranks(RANKS), place)
     setting = DoctorOptions(gpu_count(), ranks, Path("runs"))
     if place is not None and place.rank:
         _follow(setting, place)
@@ -99,7 +79,7 @@ def run_doctor(args: argparse.Namespace) -> None:
     report.end(probe)
     if isinstance(error, TimeoutError):
         flush_and_exit(1)  # the probe still hangs in a thread, which would keep this process alive
-    if report.is_broken:
+    if report.count("bad"):
         raise SystemExit(1)
 
 
@@ -150,39 +130,25 @@ def _follow(setting: DoctorOptions, place: Ranks) -> None:
         flush_and_exit(1)
 
 
-def probe_as(
-    place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S
-) -> "RankProbe":
+def probe_as(place: Ranks, remarks: tuple[Finding, ...]) -> "RankProbe":
     """This process's part of the probe, on the device and backend that training would use."""
     from longshore.doctor.ranks import local_place, probe_ranks, with_time_limit
     from longshore.train.device import pick_backend, pick_device
 
     is_local = place.rendezvous.startswith("file://")
     device = pick_device("cpu" if is_local else "auto", place.local_rank)
-    rank_place = local_place(
-        place.rank, node=_node(place), local_rank=place.local_rank, device=device
-    )
-    work = partial(
-        probe_ranks,
-        replace(rank_place, remarks=remarks),
-        ranks=place,
-        backend=pick_backend(device, place.local_size),
-        device=device,
-    )
+    agent = os.environ.get("GROUP_RANK", "")  # torchrun's; otherwise all ranks are on one node
+    node = int(agent) if agent.isdigit() and place.rendezvous == "env://" else 0
+    own = local_place(place.rank, node=node, local_rank=place.local_rank, device=device)
+    backend = pick_backend(device, place.local_size)
+    own = replace(own, remarks=remarks)
+    work = partial(probe_ranks, own, ranks=place, backend=backend, device=device)
     with loopback(place):
-        return with_time_limit(limit_s, work)
-
-
-def _node(place: Ranks) -> int:
-    """torchrun numbers its agents; otherwise all ranks are on one node."""
-    text = os.environ.get("GROUP_RANK", "0")
-    return int(text) if text.isdigit() and place.rendezvous == "env://" else 0
+        return with_time_limit(LIMIT_S, work)
 
 
 def _probe_local(ranks: int) -> "RankProbe":
     """Starts ranks on this machine, as `longshore train` does."""
-    import pickle
-
     with temporary_folder("doctor-") as folder:
         answer = Path(folder) / "probe"
         launch(partial(_probe_and_write, answer), RunConfig(), ranks)
@@ -192,8 +158,6 @@ def _probe_local(ranks: int) -> "RankProbe":
 
 def _probe_and_write(answer: Path, config: RunConfig, place: Ranks) -> None:
     """One local rank's part; rank 0 writes the result to a file."""
-    import pickle
-
     probe = probe_as(place, ())
     if place.rank == 0:
         answer.write_bytes(pickle.dumps(probe))
@@ -207,9 +171,9 @@ class DoctorReport:
     is_json: bool
     sections: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
 
-    @property
-    def is_broken(self) -> bool:
-        return any(finding.mark == "bad" for finding in self._all())
+    def count(self, mark: str) -> int:
+        findings = [finding for section in self.sections.values() for finding in section]
+        return sum(finding.mark == mark for finding in findings)
 
     def add(self, name: str, findings: Iterable[Finding]) -> None:
         self.sections[name] = tuple(findings)
@@ -217,33 +181,18 @@ class DoctorReport:
             self._write([name, *_lines(self.sections[name], self._width())])
 
     def end(self, probe: "RankProbe | None") -> None:
+        warned, broken = self.count("warn"), self.count("bad")
         if self.is_json:
-            self._write([self._json(probe)])
+            ranks = [asdict(rank_place) for rank_place in probe.places] if probe else []
+            sections = {name: [*map(asdict, section)] for name, section in self.sections.items()}
+            data = {"ok": not broken, "sections": sections, "ranks": ranks}
+            self._write([json.dumps(data, indent=1)])
             return
-        if probe is not None:
-            self._write(_table(probe, self._width()))
-        marks = [finding.mark for finding in self._all()]
-        warned, broken = marks.count("warn"), marks.count("bad")
         warnings = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
-        if broken:
-            problems = "1 problem prevents" if broken == 1 else f"{broken} problems prevent"
-            self._write(["", f"{problems} training{warnings}"])
-        else:
-            self._write(["", f"everything that training needs is available{warnings}"])
-
-    def _all(self) -> list[Finding]:
-        return [finding for findings in self.sections.values() for finding in findings]
-
-    def _json(self, probe: "RankProbe | None") -> str:
-        data = {
-            "ok": not self.is_broken,
-            "sections": {
-                name: [asdict(finding) for finding in findings]
-                for name, findings in self.sections.items()
-            },
-            "ranks": [asdict(rank_place) for rank_place in probe.places] if probe else [],
-        }
-        return json.dumps(data, indent=1)
+        problems = "1 problem prevents" if broken == 1 else f"{broken} problems prevent"
+        total = f"{problems} training" if broken else "everything that training needs is available"
+        table = _table(probe, self._width()) if probe else []
+        self._write([*table, "", f"{total}{warnings}"])
 
     def _width(self) -> int:
         if not self.stream.isatty():
@@ -254,8 +203,9 @@ class DoctorReport:
         """With colours on a terminal; in characters that the stream can encode."""
         encoding = self.stream.encoding or "utf-8"
         lines = [printable(line) for line in lines]
-        if self.stream.isatty() and _in_colour(lines, self.stream):
-            return
+        plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        if self.stream.isatty() and not plain:
+            lines = [_coloured(line) for line in lines]
         text = "\n".join(lines) + "\n"
         try:
             text.encode(encoding)
@@ -267,56 +217,34 @@ class DoctorReport:
         self.stream.flush()
 
 
+def _coloured(line: str) -> str:
+    """The line with its mark in colour; one that is not indented is bold."""
+    for mark, letter in MARKS.items():
+        if line.startswith(f"  {letter} "):
+            return f"  \x1b[{COLOURS[mark]}m{letter}\x1b[0m{line[3:]}"
+    return line if line[:1] in ("", " ") else f"\x1b[1m{line}\x1b[0m"
+
+
 def _lines(findings: Iterable[Finding], width: int) -> list[str]:
     lines = []
     for finding in findings:
-        start = f"  {MARKS[finding.mark]} "
-        lines += textwrap.wrap(
-            finding.text, width, initial_indent=start, subsequent_indent=" " * len(start)
-        )
-        if finding.way_out:
-            lines += textwrap.wrap(
-                finding.way_out, width, initial_indent="    → ", subsequent_indent=" " * 6
-            )
+        for start, text in (f"  {MARKS[finding.mark]} ", finding.text), ("    → ", finding.way_out):
+            indent = " " * len(start)
+            lines += textwrap.wrap(text, width, initial_indent=start, subsequent_indent=indent)
     return lines
 
 
 def _table(probe: "RankProbe", width: int) -> list[str]:
     """A row for each rank, up to ROWS."""
-    rows = [("rank", "node", "local", "device", "lane", "CP groups, as lanes")]
-    rows += [
-        (
-            str(rank_place.rank),
-            f"{rank_place.node} {rank_place.host}"[:20],
-            str(rank_place.local_rank),
-            rank_place.device,
-            str(rank_place.lane),
-            rank_place.groups_in_words,
-        )
-        for rank_place in probe.places[:ROWS]
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    rows = [["rank", "node", "local", "device", "lane", "CP groups, as lanes"]]
+    for place in probe.places[:ROWS]:
+        node = f"{place.node} {place.host}"[:20]
+        own = (place.rank, node, place.local_rank, place.device, place.lane, place.groups_in_words)
+        rows.append([str(cell) for cell in own])
+    widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
     lines = []
     for row in rows:
-        cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
-        line = "  " + "  ".join([*cells, row[5]])
+        line = "  " + "  ".join(map(str.ljust, row, widths))
         lines.append(line if len(line) <= width else line[: width - 1] + "…")
     more = len(probe.places) - ROWS
     return [*lines, f"  … and {more} more; --json has all"] if more > 0 else lines
-
-
-def _in_colour(lines: list[str], stream: TextIO) -> bool:
-    """Prints the lines with rich; False if that is not possible."""
-    with suppress(Exception):
-        from rich.console import Console
-        from rich.text import Text
-
-        console = Console(file=stream, highlight=False)
-        for line in lines:
-            text = Text(line, style="" if line.startswith(" ") else "bold")
-            for mark, letter in MARKS.items():
-                if line.startswith(f"  {letter} "):
-                    text.stylize(COLOURS[mark], 2, 3)
-            console.print(text, soft_wrap=True)
-        return True
-    return False

@@ -6,12 +6,7 @@ In: nothing but the process. Out: the same process, changed for the time of a bl
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
 
 `check_limits` refuses a shell whose limits (ulimit) no run fits into, and `exceeded_limit` finds
-them behind an error.
-
-`keep_out_of_temp` lasts: files of torch and of kernels stay out of the shared temporary folder.
-Unless the variables are set, torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER,
-names that others on the machine can guess and take first; what is compiled is kept for the next run
-in ~/.cache/longshore, torch's in torchinductor and flash-attn-4's in flash-attention.
+them behind an error. `keep_out_of_temp` lasts.
 """
 
 import atexit
@@ -32,7 +27,6 @@ from longshore.files import size_text
 
 FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FLASH_CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
 def safe_path() -> AbstractContextManager[None]:
@@ -46,6 +40,11 @@ def working_folder_last() -> None:
         sys.path.append(os.getcwd())
 
 
+def send_nowhere(descriptor: int) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+
+
 class _Lossy(io.FileIO):
     """A file that drops what cannot be written, because its reader is gone."""
 
@@ -53,12 +52,10 @@ class _Lossy(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            send_nowhere(self.fileno())
             with suppress(OSError):
                 if self.fileno() == 1:
-                    os.write(2, LOST.encode())
+                    os.write(2, b"longshore: stdout is closed; the run continues without it\n")
             return memoryview(data).nbytes  # type: ignore[arg-type]
 
 
@@ -92,7 +89,6 @@ def _lossy(stream: TextIO, number: int) -> TextIO:
 
 LEAST_MEMORY = 2_000_000_000  # addresses that torch and the smallest model take
 LEAST_FILES = 48  # of one rank alone; it had 43 open
-OF_FILES = ("Too many open files",)
 OF_MEMORY = (
     "not enough memory",
     "Cannot allocate memory",
@@ -115,7 +111,7 @@ def check_limits(ranks: int) -> None:
 
 def exceeded_limit(text: str) -> str:
     """One line if a limit of the shell explains the text of an error; else ""."""
-    if any(symptom in text for symptom in OF_FILES):
+    if "Too many open files" in text:
         return _of_files("the run needs more")
     if any(symptom in text for symptom in OF_MEMORY) and math.isfinite(_limit(resource.RLIMIT_AS)):
         return _of_memory("the run needs more")
@@ -133,30 +129,32 @@ def _of_files(needs: str) -> str:
 
 
 def _of_memory(needs: str) -> str:
-    limit = size_text(_limit(resource.RLIMIT_AS))
-    return (
-        f"the limit is {limit} of addresses (ulimit -v), and {needs}; lift it: ulimit -v unlimited"
-    )
+    limit = f"{size_text(_limit(resource.RLIMIT_AS))} of addresses (ulimit -v)"
+    return f"the limit is {limit}, and {needs}; lift it: ulimit -v unlimited"
 
 
 def keep_out_of_temp() -> None:
-    """To be called before torch is imported; processes that are started inherit it."""
+    """Keeps files of torch and of kernels out of the shared temporary folder.
+
+    Unless the variables are set, torch writes /tmp/perf-PID.map and /tmp/torchinductor_USER, names
+    that others on the machine can guess and take first. To be called before torch is imported.
+    """
     if not {"ONEDNN_JIT_PROFILE", "DNNL_JIT_PROFILE"} & os.environ.keys():
         os.environ["ONEDNN_JIT_PROFILE"] = "0"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache("torchinductor"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache("torchinductor")
     # flash-attn-4 loads and runs what it finds in its folder, and keeps nothing unless it is told.
     os.environ.setdefault(FLASH_CACHE, "1")
     if os.environ[FLASH_CACHE] == "1" and FLASH_CACHE_FOLDER not in os.environ:
-        os.environ[FLASH_CACHE_FOLDER] = str(_cache("flash-attention"))
+        os.environ[FLASH_CACHE_FOLDER] = _cache("flash-attention")
 
 
-def _cache(name: str) -> Path:
+def _cache(name: str) -> str:
     """A folder of this user's, made when it is needed; without a home, a new one for now."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given or os.path.expanduser("~"))
     if home.is_absolute() and home.is_dir() and os.access(home, os.W_OK):
-        return (home if given else home / ".cache") / "longshore" / name
+        return str((home if given else home / ".cache") / "longshore" / name)
     folder = tempfile.mkdtemp(prefix=f"longshore-{name}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    return folder

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.files import check_new, check_room, reason
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ examples:
   longshore export runs/lora-1 my-adapter --adapter
   longshore export runs/mine-1 my-model --format longshore --module mine"""
 
-FORMATS = ("hf", "longshore")
-
 
 def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(
@@ -49,25 +48,22 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write a finished run or a checkpoint as a Hugging Face folder",
         usage="longshore export RUN DIR [options]",
         text=EXPORT_HELP,
+        options={
+            "step max-length": count(1 << 40),
+            "dtype": one_of(("bfloat16", "float32", "keep")),
+            "base module": str,
+            "format": one_of(("hf", "longshore")),
+            "adapter": bool,
+        },
+        run=run_export,
+        dtype="keep",
+        format="hf",
     )
-    parser.set_defaults(run=run_export)
-    hidden = argparse.SUPPRESS  # EXPORT_HELP describes them all
-    parser.add_argument("weights", metavar="RUN", help=hidden)
-    parser.add_argument("folder", metavar="DIR", help=hidden)
-    parser.add_argument("--step", type=count(1 << 40), help=hidden)
-    kinds = one_of(("bfloat16", "float32", "keep"))
-    parser.add_argument("--dtype", type=kinds, default="keep", help=hidden)
-    parser.add_argument("--base", help=hidden)
-    parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
-    parser.add_argument("--format", type=one_of(FORMATS), default="hf", help=hidden)
-    parser.add_argument("--adapter", action="store_true", help=hidden)
-    parser.add_argument("--module", help=hidden)
+    parser.add_argument("weights", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("folder", metavar="DIR", help=argparse.SUPPRESS)
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.files import check_new, read_json_object
-    from longshore.hf.config_file import CONFIG
-
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
             "--max-length works only with --format hf; Longshore's own format has no such key"
@@ -83,12 +79,9 @@ def run_export(args: argparse.Namespace) -> None:
         if args.module is not None:
             working_folder_last()
             load_module(args.module, "--module")
-        if args.base is not None:
-            read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"{error.filename or args.folder}: {reason}") from None
+        raise ValueError(f"{error.filename or args.folder}: {reason(error)}") from None
     say(f"wrote {args.folder}")
 
 
@@ -105,11 +98,9 @@ def _weights_folder(run: Path, step: int | None) -> Path:
             return folder
         others = f"; it has those of steps {steps}" if steps else " or any other"
         raise ValueError(f"{run} has no checkpoint of step {step}{others}")
-    for folder in (run, run / "weights"):
-        if (folder / "weights.json").is_file():
-            return folder
-    if (run / MARKER).is_file():
-        return run
+    for file in (run / "weights.json", run / "weights" / "weights.json", run / MARKER):
+        if file.is_file():
+            return file.parent
     others = f"; name one of its checkpoints with --step: {steps}" if steps else ""
     raise ValueError(
         f"{run} has no weights/weights.json; a run writes it after its last step{others}"
@@ -145,31 +136,28 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
 def _export(args: argparse.Namespace, weights: Path) -> None:
     import torch
 
-    from longshore.files import check_room
     from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
     from longshore.hf.config_file import choose_architecture
+    from longshore.hf.weights import write_adapter
 
     saved, size = _open_saved(args, weights)
-    base = saved.base
+    base, folder = saved.base, args.folder
+    dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if base is not None and not base.is_dir():
         raise ValueError(
             f"the run began with {base}, which does not exist; name its folder with --base"
         )
+    check_room(Path(folder), size // 2 if dtype == torch.bfloat16 else size)
     if args.adapter:
-        from longshore.hf.weights import write_adapter
-
-        check_room(Path(args.folder), size)
-        for line in write_adapter(args.folder, saved, base=base):
+        for line in write_adapter(folder, saved, base=base):
             say(line)
         return
-    check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
-    dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if saved.code == "transformers":
         _export_transformers(args, saved, dtype)
         return
+    tensors = saved.tensors.items()
     if args.format == "longshore":
-        tensors = saved.tensors.items()
-        write_own_checkpoint(args.folder, saved.config, tensors, base=base, dtype=dtype)
+        write_own_checkpoint(folder, saved.config, tensors, base=base, dtype=dtype)
         return
     try:
         choose_architecture(saved.config, base)
@@ -177,14 +165,8 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         raise ValueError(
             f"{error}; --format longshore writes a folder that longshore train reads"
         ) from None
-    write_checkpoint(
-        args.folder,
-        saved.config,
-        saved.tensors.items(),
-        base=base,
-        dtype=dtype,
-        max_length=args.max_length,
-    )
+    most = args.max_length
+    write_checkpoint(folder, saved.config, tensors, base=base, dtype=dtype, max_length=most)
 
 
 def _export_transformers(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401

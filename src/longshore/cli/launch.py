@@ -4,18 +4,14 @@ In: a function, a config and a number of ranks. Out: the function's work done on
 error of the rank that failed first: a ValueError, RunError or StoppedError as it is, anything else
 as RankError with that rank's traceback. With 4 ranks on 2 cores each rank computes with 1 thread.
 
-The processes are forked from a server that has imported torch once; one rank alone runs here. They
-meet through a file and talk over the loopback. When a rank fails or dies the others are killed, and
-all end when this process does, for whatever reason. Only this process handles signals: it asks the
-ranks to stop, which they do after their step; a second Ctrl-C kills them, and so does a rank that
-hangs once it was asked. A rank that makes no progress before that is only reported, with the status
-that it wrote itself. Rank 0 writes to the terminal, the others to a file that is shown only if they
-die.
+The processes are forked from a server that has imported torch once; one rank alone runs here. When
+a rank fails or dies the others are killed, and all end when this process does. Only this process
+handles signals: it asks the ranks to stop after their step; a second Ctrl-C kills them, and so does
+a rank that hangs once it was asked. Rank 0 writes to the terminal, the others to files.
 
 torch's elastic launcher cannot stand in for it: it imports torch in this process (2.6 s and 160 MB
 on a slow machine), hands errors on as text without their type, and kills ranks 30 s after a signal,
-however long their checkpoint takes. Under torchrun, which is that launcher, the ranks watch each
-other (train/heartbeat.py), by the same rules and in the same words.
+however long their checkpoint takes. Under torchrun the ranks watch each other (train/heartbeat.py).
 """
 
 import faulthandler
@@ -96,13 +92,22 @@ def gpu_count() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
 
 
-def check_asked_ranks(asked: int | None, place: Ranks) -> None:
-    """Refuses --ranks that differ from the processes torchrun has started."""
+def ranks_of_run(
+    asked: int | None, config: RunConfig, place: Ranks | None, *, way_out: str = "lower --ranks"
+) -> int:
+    """How many ranks the run has. asked: with --ranks. way_out: of too many; "" allows them."""
+    if place is None:
+        gpus = 0 if config.train.device == "cpu" else gpu_count()
+        ranks = asked or config.parallel.ranks or gpus or 1
+        if way_out:
+            check_ranks(ranks, way_out=way_out)
+        return ranks
     if asked not in (None, place.world_size):
         raise ValueError(
             f"--ranks is {asked}, but torchrun started {place.world_size} processes; leave "
             "--ranks out"
         )
+    return place.world_size
 
 
 def check_ranks(ranks: int, *, way_out: str) -> None:
@@ -243,12 +248,11 @@ class _RankProcesses:
     def end(self) -> None:
         """Waits for those that end by themselves, ends the others, and gives the cursor back."""
         deadline = time.monotonic() + (0.0 if sys.exc_info()[1] else END_S)
-        killed = False
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                killed = True
-                process.kill()
+        killed = [process for process in self.processes if process.is_alive()]
+        for process in killed:
+            process.kill()
         for process in self.processes:
             process.join()
             process.close()
@@ -263,11 +267,17 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
     os.environ.update({**loopback_variables(), **os.environ})
     threading.Thread(target=_end_with_parent, args=(results,), daemon=True).start()
     if ranks.rank:
-        _write_to(Path(ranks.rendezvous.removeprefix("file://")).with_name(f"rank{ranks.rank}.log"))
+        log = Path(ranks.rendezvous.removeprefix("file://")).with_name(f"rank{ranks.rank}.log")
+        with log.open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
     faulthandler.enable()
     error: BaseException | None = None
     try:
-        _share_cores(ranks.local_size)
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
         with lossy_output():
             work(config, ranks)
     except (Interrupted, StoppedError) as caught:
@@ -298,17 +308,3 @@ def _end_with_parent(results: Connection) -> None:
     with suppress(EOFError, OSError):
         results.recv()  # nothing is ever sent: it returns when the parent is gone
     os._exit(1)
-
-
-def _write_to(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-
-
-def _share_cores(local_size: int) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))

@@ -22,7 +22,7 @@ from typing import TextIO
 from longshore.cli.advise import register_advise
 from longshore.cli.calibrate import register_calibrate
 from longshore.cli.doctor import register_doctor
-from longshore.cli.environment import keep_out_of_temp, safe_path
+from longshore.cli.environment import keep_out_of_temp, safe_path, send_nowhere
 from longshore.cli.export import register_export
 from longshore.cli.options import Parser, answer
 from longshore.cli.plan import register_plan
@@ -115,12 +115,9 @@ def _refuse(message: str) -> int:
 def _interrupted(number: int) -> int:
     """One line, however many ranks torchrun has started."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _tell("interrupted" if number == signal.SIGINT else f"ended by {_name(number)}")
+        name = signal.Signals(number).name
+        _tell("interrupted" if number == signal.SIGINT else f"ended by {name}")
     return exit_code(number)
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 def _tell(text: str) -> None:
@@ -134,7 +131,7 @@ def _tell(text: str) -> None:
 def _drop(stream: TextIO) -> None:
     """Lets Python's own flush at exit succeed."""
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        send_nowhere(stream.fileno())
 
 
 if __name__ == "__main__":

@@ -1,76 +1,57 @@
 """Options of the command line: their types, and answers to unknown ones.
 
-In: what a user typed. Out: a value, or a ValueError of one line. `--max-length 4096`, which TRL
-knows, is answered with "for --max-length use --capacity".
-
-Options of Megatron, TRL, torchtitan and verl that are no options here.
-
-In: nothing. Out: FOREIGN_OPTIONS, from such an option, or a value of one, to ours, or to ": …",
-which says why there is none. `--seq-len`, which torchtitan knows, is answered with "for --seq-len
-use --capacity". Keys of a recipe are in config/other_systems.py.
+In: what a user typed. Out: a value, or a ValueError of one line. FOREIGN_OPTIONS goes from an
+option of Megatron, TRL, torchtitan or verl, or a value of one, to ours, or to ": …", which says why
+there is none: `--max-length 4096`, which TRL knows, is answered with "for --max-length use
+--capacity". Keys of a recipe are in config/other_systems.py.
 """
 
 import argparse
 import difflib
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from typing import Any, NoReturn
 
+from longshore.config.schema import by_word
 from longshore.files import printable
 
-FOREIGN_OPTIONS = {
-    "dp_balanced": "static",
-    "default_dynamic_cp": "dynamic",
-    "--batch-size": "--batch",
-    "--context-parallel-degree": "--cp-size",
-    "--context-parallel-size": "--cp-size",
-    "--dynamic-context-parallel": "--policy dynamic",
-    "--dp-size": "--lanes, the ranks of DP and CP together",
-    "--expert-model-parallel-size": "--ep",
-    "--expert-parallel-degree": "--ep",
-    "--expert-parallel-size": "--ep",
-    "--global-batch-size": "--batch",
-    "--gradient-accumulation-steps": ": the plan decides the number of rounds",
-    "--hybrid-context-parallel": "--policy dynamic",
-    "--local-batch-size": ": --capacity decides how many sequences a micro-batch holds",
-    "--max-context-parallel-size": "--max-cp",
-    "--max-length": "--capacity",
-    "--max-seq-len": "--capacity",
-    "--max-seq-length": "--capacity",
-    "--max-seqlen-per-dp-cp-rank": "--capacity",
-    "--max-token-len-per-gpu": "--capacity",
-    "--max-tokens": "--capacity",
-    "--micro-batch-size": ": --capacity decides how many sequences a micro-batch holds",
-    "--min-dynamic-context-parallel-size": "--min-cp",
-    "--n-gpus-per-node": "--gpus, over all machines",
-    "--nproc-per-node": "--gpus, over all machines",
-    "--num-gpus": "--gpus",
-    "--num-layers-per-virtual-pipeline-stage": "--vpp, the stages of a rank",
-    "--num-microbatches": ": the plan decides the number of rounds",
-    "--packing": ": sequences are always packed",
-    "--packing-strategy": "--policy",
-    "--pad-to-multiple-of": "--align",
-    "--padding-free": ": sequences are always packed",
-    "--per-device-train-batch-size": "--batch, over all devices",
-    "--pipeline-model-parallel-size": "--pp",
-    "--pipeline-parallel-degree": "--pp",
-    "--pipeline-parallel-size": "--pp",
-    "--ppo-max-token-len-per-gpu": "--capacity",
-    "--sample-packing": ": sequences are always packed",
-    "--seq-len": "--capacity",
-    "--seq-length": "--capacity",
-    "--sequence-packing-scheduler": "--policy (dp_balanced: static, default_dynamic_cp: dynamic)",
-    "--sequence-len": "--capacity",
-    "--tensor-model-parallel-size": "--tp",
-    "--tensor-parallel-degree": "--tp",
-    "--tensor-parallel-size": "--tp",
-    "--train-batch-size": "--batch",
-    "--ulysses-sequence-parallel-size": "--cp-size",
-    "--virtual-pipeline-model-parallel-size": "--vpp",
-    "--world-size": "--gpus",
+OPTIONS_BY_ANSWER = {
+    "static": "dp_balanced",
+    "dynamic": "default_dynamic_cp",
+    "--batch": "--batch-size --global-batch-size --train-batch-size",
+    "--batch, over all devices": "--per-device-train-batch-size",
+    "--capacity": "--max-length --max-seq-len --max-seq-length --max-seqlen-per-dp-cp-rank "
+    "--max-token-len-per-gpu --max-tokens --ppo-max-token-len-per-gpu --seq-len --seq-length "
+    "--sequence-len",
+    ": --capacity decides how many sequences a micro-batch holds": "--local-batch-size "
+    "--micro-batch-size",
+    ": the plan decides the number of rounds": "--gradient-accumulation-steps --num-microbatches",
+    ": sequences are always packed": "--packing --padding-free --sample-packing",
+    "--policy": "--packing-strategy",
+    "--policy dynamic": "--dynamic-context-parallel --hybrid-context-parallel",
+    "--policy (dp_balanced: static, default_dynamic_cp: dynamic)": "--sequence-packing-scheduler",
+    "--align": "--pad-to-multiple-of",
+    "--cp-size": "--context-parallel-degree --context-parallel-size "
+    "--ulysses-sequence-parallel-size",
+    "--max-cp": "--max-context-parallel-size",
+    "--min-cp": "--min-dynamic-context-parallel-size",
+    "--lanes, the ranks of DP and CP together": "--dp-size",
+    "--gpus": "--num-gpus --world-size",
+    "--gpus, over all machines": "--n-gpus-per-node --nproc-per-node",
+    "--tp": "--tensor-model-parallel-size --tensor-parallel-degree --tensor-parallel-size",
+    "--ep": "--expert-model-parallel-size --expert-parallel-degree --expert-parallel-size",
+    "--pp": "--pipeline-model-parallel-size --pipeline-parallel-degree --pipeline-parallel-size",
+    "--vpp": "--virtual-pipeline-model-parallel-size",
+    "--vpp, the stages of a rank": "--num-layers-per-virtual-pipeline-stage",
 }
+FOREIGN_OPTIONS = by_word(OPTIONS_BY_ANSWER)
+
+
+ACTIONS: dict[Any, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
@@ -96,9 +77,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: "argparse._SubParsersAction[Any]", name: str, *, summary: str, usage: str, text: str
+    commands: "argparse._SubParsersAction[Any]",
+    name: str,
+    *,
+    summary: str,
+    usage: str,
+    text: str,
+    options: Mapping[str, Any] | None = None,
+    required: Seq[str] = (),
+    **defaults: object,
 ) -> argparse.ArgumentParser:
-    """A command whose options are described in a text of its own."""
+    """A command whose options are described in a text of its own.
+
+    options: from names between spaces to their type, which is bool where they take no value, and
+    list where they may be repeated.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -109,6 +102,11 @@ def add_command(
         add_help=False,
     )
     parser.add_argument("--help", "-h", action="help", help=argparse.SUPPRESS)
+    for names, kind in (options or {}).items():
+        for option in names.split():
+            how = ACTIONS.get(kind) or {"type": kind, "required": option in required}
+            parser.add_argument(f"--{option}", help=argparse.SUPPRESS, **how)
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -121,6 +119,18 @@ def count(most: int) -> Callable[[str], int]:
         if not 1 <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{int(text)} is not between 1 and {most}")
         return int(text)
+
+    return parse
+
+
+def number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """The type of an option that is a number; wanted: for errors."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if fits(value := float(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
     return parse
 
@@ -150,3 +160,14 @@ def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
     known = ["--" + dest.replace("_", "-") for dest in options if dest not in ("run", "lengths")]
     near = difflib.get_close_matches(name, known, n=1)
     return f"there is no {typed}; " + (f"did you mean {near[0]}?" if near else "see --help")
+
+
+def check_output(path: str, *inputs: str) -> None:
+    """Refuses before the work what could not be written after it, or is one of the inputs."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path}: cannot be written, there is no folder {folder}")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"{path}: cannot be written, it is a folder, or write-protected")
+    if os.path.realpath(path) in map(os.path.realpath, inputs):
+        raise ValueError(f"{path}: cannot be written, another argument names the same file")

@@ -6,13 +6,10 @@ In: the options of PREPARE_HELP. Out: a store, and a summary of what is in it an
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from longshore.cli.options import add_command, count, one_of, say
+from longshore.cli.options import add_command, count, number, one_of, say
 from longshore.settings import LossOn, TooLong, names_of
-
-if TYPE_CHECKING:
-    from longshore.data.prepare import Summary
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
@@ -56,54 +53,36 @@ def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="tokenize chats or texts into a folder for training",
         usage="longshore prepare INPUT … [--tokenizer DIR] --out DIR [options]",
         text=PREPARE_HELP,
+        options={
+            "tokenizer out template": str,
+            "loss-on": one_of(names_of(LossOn)),
+            "too-long": one_of(names_of(TooLong)),
+            "max-length max-bytes": count(1 << 40),
+            "workers": count(1 << 12),
+            "field ignore": list,
+            "start-over": bool,
+            "max-rejected": number(lambda x: 0 <= x <= 1, "a number from 0 to 1, such as 0.05"),
+        },
+        required=["out"],
+        run=run_prepare,
+        loss_on="assistant",
+        too_long="reject",
+        workers=os.cpu_count(),
     )
-    parser.set_defaults(run=run_prepare)
-    hidden = argparse.SUPPRESS  # PREPARE_HELP describes them all
-    parser.add_argument("inputs", nargs="+", help=hidden)
-    parser.add_argument("--tokenizer", help=hidden)
-    parser.add_argument("--out", required=True, help=hidden)
-    parser.add_argument("--template", help=hidden)
-    parser.add_argument(
-        "--loss-on", type=one_of(names_of(LossOn)), default="assistant", help=hidden
-    )
-    parser.add_argument("--too-long", type=one_of(names_of(TooLong)), default="reject", help=hidden)
-    parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
-    parser.add_argument("--workers", type=count(1 << 12), default=os.cpu_count(), help=hidden)
-    parser.add_argument("--field", action="append", default=[], help=hidden)
-    parser.add_argument("--ignore", action="append", default=[], help=hidden)
-    parser.add_argument("--max-bytes", type=count(1 << 40), help=hidden)
-    parser.add_argument("--max-rejected", type=share, help=hidden)
-    parser.add_argument("--start-over", action="store_true", help=hidden)
-
-
-def share(text: str) -> float:
-    """The type of an option that is a share of something."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, such as 0.05")
-    return value
+    parser.add_argument("inputs", nargs="+", help=argparse.SUPPRESS)
 
 
 def run_prepare(args: argparse.Namespace) -> None:
-    from longshore.data.rejected import MAX_REJECTED
-
-    summary = _prepare(args)
-    say(summary.explain())
-    summary.rejections.check(MAX_REJECTED if args.max_rejected is None else args.max_rejected)
-
-
-def _prepare(args: argparse.Namespace) -> "Summary":
     from longshore.config.schema import split_list
     from longshore.data.inputs import MAX_BYTES
     from longshore.data.prepare import prepare, show_progress
+    from longshore.data.rejected import MAX_REJECTED
     from longshore.data.source import parse_field
 
+    fields = [parse_field(text) for names in args.field or () for text in split_list(names)]
     try:
         with show_progress(sys.stderr) as progress:
-            return prepare(
+            summary = prepare(
                 args.inputs,
                 args.tokenizer,
                 args.out,
@@ -112,11 +91,13 @@ def _prepare(args: argparse.Namespace) -> "Summary":
                 loss_on=args.loss_on,
                 max_length=args.max_length,
                 too_long=args.too_long,
-                fields=[parse_field(text) for field in args.field for text in split_list(field)],
-                ignore=[name for names in args.ignore for name in split_list(names)],
+                fields=fields,
+                ignore=[name for names in args.ignore or () for name in split_list(names)],
                 max_bytes=args.max_bytes or MAX_BYTES,
                 start_over=args.start_over,
                 progress=progress,
             )
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
+    say(summary.explain())
+    summary.rejections.check(MAX_REJECTED if args.max_rejected is None else args.max_rejected)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.options import add_command, say
+from longshore.files import reason
 from longshore.report.pages import read_runs, report_summary, write_run_page
 
 REPORT_HELP = """\
@@ -30,11 +31,10 @@ def register_report(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write a page about a run, or about several side by side",
         usage="longshore report RUN [RUN …] [--html OUT.html]",
         text=REPORT_HELP,
+        options={"html": str},
+        run=run_report,
     )
-    parser.set_defaults(run=run_report)
-    hidden = argparse.SUPPRESS  # REPORT_HELP describes them all
-    parser.add_argument("runs", nargs="+", metavar="RUN", help=hidden)
-    parser.add_argument("--html", help=hidden)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
 
 
 def run_report(args: argparse.Namespace) -> None:
@@ -43,7 +43,6 @@ def run_report(args: argparse.Namespace) -> None:
         data = read_runs(args.runs)
         write_run_page(page, data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"{error.filename or page}: {reason}") from None
+        raise ValueError(f"{error.filename or page}: {reason(error)}") from None
     say("\n".join(report_summary(data)))
     say(f"page: {page} (open it in a browser)")

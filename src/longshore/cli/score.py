@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.environment import lossy_output, working_folder_last
-from longshore.cli.launch import check_ranks
-from longshore.cli.options import add_command, count, say
-from longshore.cli.train import MOST_RANKS, ranks_of_run, run_on_ranks
+from longshore.cli.launch import ranks_of_run
+from longshore.cli.options import add_command, count, number, say
+from longshore.cli.train import MOST_RANKS, run_on_ranks
 from longshore.config.check import check_config
 from longshore.config.load import load_config
-from longshore.config.schema import RunConfig
+from longshore.config.schema import RunConfig, in_keys
 from longshore.data.source import Field, parse_field
+from longshore.data.store import MANIFEST, read_manifest
 from longshore.distributed.process_group import Ranks, ranks_from_environment
 
 SCORE_HELP = """\
@@ -48,25 +49,17 @@ def register_score(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="write the log-probabilities of a data set's tokens beside them",
         usage="longshore score DATA --model M --out PATH [options] [section.key=value …]",
         text=SCORE_HELP,
+        options={
+            "model out field": str,
+            "ranks": count(MOST_RANKS),
+            "temperature": number(lambda x: 0 < x < 1e9, "a number above 0, such as 0.7"),
+        },
+        required=["model", "out"],
+        run=run_score,
+        field="ref_logprobs",
+        temperature=1.0,
     )
-    parser.set_defaults(run=run_score)
-    hidden = argparse.SUPPRESS  # SCORE_HELP describes them all
-    parser.add_argument("words", nargs="*", help=hidden)
-    parser.add_argument("--model", required=True, help=hidden)
-    parser.add_argument("--out", required=True, help=hidden)
-    parser.add_argument("--field", default="ref_logprobs", help=hidden)
-    parser.add_argument("--temperature", type=_temperature, default=1.0, help=hidden)
-    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 0.7")
-    return value
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
 
 
 def run_score(args: argparse.Namespace) -> None:
@@ -113,23 +106,17 @@ def _config(args: argparse.Namespace, place: Ranks | None) -> RunConfig:
     if config.data.stream or config.data.weights:
         raise ValueError("score takes each sequence once; leave data.stream and data.weights out")
     ranks = ranks_of_run(args.ranks, config, place)
-    if place is None:
-        check_ranks(ranks, way_out="lower --ranks")
     check_config(config, ranks)
     return config.with_ranks(ranks)
 
 
 def _check_field(name: str, config: RunConfig) -> None:
     """Refuses a name that is none, or that the data already have."""
-    try:
+    with in_keys("--field"):
         Field(name, "target", "float32")
-    except ValueError as error:
-        raise ValueError(f"--field: {error}") from None
     known = {parse_field(text).name for text in config.data.fields}
     folder = Path(str(config.data.path))
-    if (folder / "manifest.json").exists():
-        from longshore.data.store import read_manifest
-
+    if (folder / MANIFEST).exists():
         known |= {field.name for field in read_manifest(folder).fields}
     if name in known:
         raise ValueError(

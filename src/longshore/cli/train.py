@@ -24,17 +24,10 @@ from longshore.cli.environment import (
     lossy_output,
     working_folder_last,
 )
-from longshore.cli.launch import (
-    RankError,
-    Work,
-    check_asked_ranks,
-    check_ranks,
-    gpu_count,
-    launch,
-)
+from longshore.cli.launch import RankError, Work, launch, ranks_of_run
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
-from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
+from longshore.config.other_systems import all_keys, answer_key, foreign_answer
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
 from longshore.run.data import prepare_text, text_is_ready
@@ -92,15 +85,12 @@ def register_train(commands: "argparse._SubParsersAction[Any]") -> None:
         summary="train a model; without a recipe, a demo",
         usage="longshore train [RECIPE.toml] [--ranks N] [--resume [RUN]] [section.key=value …]",
         text=f"{TRAIN_HELP}\n{_keys_help()}",
+        options={"ranks": count(MOST_RANKS), "force force-ranks print-config": bool},
+        run=run_train,
+        answer=answer_option,
     )
-    parser.set_defaults(run=run_train, answer=answer_option)
-    hidden = argparse.SUPPRESS  # TRAIN_HELP describes them all
-    parser.add_argument("words", nargs="*", help=hidden)
-    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
-    parser.add_argument("--resume", nargs="?", const="", help=hidden)
-    parser.add_argument("--force", action="store_true", help=hidden)
-    parser.add_argument("--force-ranks", action="store_true", help=hidden)
-    parser.add_argument("--print-config", action="store_true", help=hidden)
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", nargs="?", const="", help=argparse.SUPPRESS)
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -119,7 +109,8 @@ def run_train(args: argparse.Namespace) -> None:
             print(config.to_toml(), end="")
         return
     with lossy_output():
-        run_on_ranks(config, place, _work(start), check=_check_before_text)
+        work = train if start == FRESH else partial(train, start=start)
+        run_on_ranks(config, place, work, check=_check_before_text)
 
 
 def _check_before_text(config: RunConfig) -> None:
@@ -140,42 +131,35 @@ def run_on_ranks(
 
     check: called before text is tokenized, if there is any to tokenize.
     """
+    ranks = config.parallel.ranks
     try:
-        check_limits(config.parallel.ranks if place is None else 1)
-        if place is None:
-            if not text_is_ready(config):
-                check(config)
-            prepare_text(config, display=config.output.display)
-            _say_start(config)
-            launch(work, config, config.parallel.ranks)
-        else:
+        check_limits(ranks if place is None else 1)
+        if place is not None:
             with loopback(place):
                 work(config, place)
+            return
+        if not text_is_ready(config):
+            check(config)
+        prepare_text(config, display=config.output.display)
+        if config.output.display != "none":  # a sign of life: the ranks take seconds to start
+            print(f"starting {ranks} rank{'s' if ranks > 1 else ''}…", flush=True)
+        launch(work, config, ranks)
     except ValueError:
         raise  # main prints it
-    except Interrupted as error:
+    except (Interrupted, StoppedError) as error:
+        early = isinstance(error, Interrupted)
         if place is None or place.rank == 0:
-            say("longshore: stopped before the first step", to_stderr=True)
+            text = "stopped before the first step" if early else error
+            say(f"longshore: {text}", to_stderr=True)
         raise SystemExit(exit_code(error.number)) from None
     except (RankError, RunError) as error:
         say(f"longshore: {str(error).rstrip()}", to_stderr=True)
         raise SystemExit(FAILED) from None
-    except StoppedError as error:
-        if place is None or place.rank == 0:
-            say(f"longshore: {error}", to_stderr=True)
-        raise SystemExit(exit_code(error.number)) from None
     except Exception:
         text = traceback.format_exc().rstrip()
         why = exceeded_limit(text)
         say(f"longshore: {why}" if why else text, to_stderr=True)
         raise SystemExit(FAILED) from None
-
-
-def _say_start(config: RunConfig) -> None:
-    """A sign of life: the ranks take seconds to start."""
-    ranks = config.parallel.ranks
-    if config.output.display != "none":
-        print(f"starting {ranks} rank{'s' if ranks > 1 else ''}…", flush=True)
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
@@ -191,10 +175,6 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
         where = ", in its evaluation" if trainer.done >= trainer.steps else ""
         text = f"stopped after step {trainer.done} of {trainer.steps}{where}; {then}"
         raise StoppedError(text, trainer.stopped_by or signal.SIGTERM)
-
-
-def _work(start: Start) -> Work:
-    return train if start == FRESH else partial(train, start=start)
 
 
 def _with_resume(args: argparse.Namespace, start: Start) -> Start:
@@ -213,31 +193,18 @@ def _with_resume(args: argparse.Namespace, start: Start) -> Start:
 def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunConfig:
     """The configuration, checked, with the ranks it will run on."""
     recipe, overrides = _split_words(args.words)
+    keys = [word.partition("=")[0].strip() for word in overrides]
     if args.resume:
-        recipe, overrides = _resumed_recipe(Path(args.resume), recipe, overrides)
-    elif args.resume == "" and recipe is None and not names_run(map(_key, overrides)):
+        own = recipe_of(Path(args.resume), asked_by="--resume")
+        recipe, overrides = recipe or own, [*overrides, f"output.folder={Path(args.resume)}"]
+    elif args.resume == "" and recipe is None and not names_run(keys):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
-    ranks = ranks_of_run(args.ranks, config, place)
-    if place is None and not args.force_ranks:
-        check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
-    return checked_config(
-        config,
-        ranks,
-        start,
-        is_first=place is None or place.rank == 0,
-        is_run_here=not args.print_config,
-    )
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
-def _resumed_recipe(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
-    """The recipe of a run to resume, its own if none is given, and overrides with its folder."""
-    own = recipe_of(run, asked_by="--resume")
-    return recipe or own, [*overrides, f"output.folder={run}"]
+    way_out = "lower --ranks (or parallel.ranks), or add --force-ranks"
+    ranks = ranks_of_run(args.ranks, config, place, way_out="" if args.force_ranks else way_out)
+    is_first = place is None or place.rank == 0
+    is_run_here = not args.print_config
+    return checked_config(config, ranks, start, is_first=is_first, is_run_here=is_run_here)
 
 
 def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
@@ -249,20 +216,11 @@ def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
     return (recipes[0] if recipes else None), others
 
 
-def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
-    """How many ranks the run has. asked: with --ranks."""
-    if place is not None:
-        check_asked_ranks(asked, place)
-        return place.world_size
-    gpus = 0 if config.train.device == "cpu" else gpu_count()
-    return asked or config.parallel.ranks or gpus or 1
-
-
 def answer_option(unknown: Seq[str]) -> str:
     """The answer to unknown options: keys are written without dashes."""
     typed = unknown[0].split("=")[0]
     word = typed.lstrip("-").replace("-", "_")
-    if word in FOREIGN_KEYS:
+    if foreign_answer(word):
         return answer_key(word, typed=typed)
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
@@ -278,14 +236,11 @@ def _keys_help() -> str:
     for name, kind in SECTIONS.items():
         lines.append(f"\n[{name}] {(kind.__doc__ or '').strip()}")
         for field in fields(kind):
-            default = field.default if field.default is not MISSING else {}
+            text, default = field.metadata["about"], field.default
+            if default is False or default not in (MISSING, "", 0, ()):
+                text += f" [{toml_value(default)}]"
             start = f"  {field.name:<{INDENT - 3}} "
-            text = f"{field.metadata['about']}"
-            shown = "" if default in ("", 0, (), {}) and default is not False else default
-            if shown != "":
-                text += f" [{toml_value(shown)}]"
-            wrapped = textwrap.wrap(
+            lines += textwrap.wrap(
                 text, WIDTH, initial_indent=start, subsequent_indent=" " * INDENT
             )
-            lines += wrapped
     return "\n".join(lines)

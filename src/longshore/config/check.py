@@ -1,18 +1,15 @@
 """Checks of a RunConfig: keys that depend on each other, and files on disk. No torch, and fast.
 
-In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
-and the way out. A lane is the tp · pp ranks that share its tokens. Planner, mock data and presets
-have checks of their own: plan.max_cp 8 on 4 lanes gives the planner's "plan.max_cp is 8, but there
-are only 4 lanes".
+In: a config and the number of lanes, each the tp · pp ranks that share its tokens. Out: nothing, or
+a ValueError of one line that names the key and the way out. Planner, mock data and presets have
+checks of their own: plan.max_cp 8 on 4 lanes gives "plan.max_cp is 8, but there are only 4 lanes".
 
-What is legal can also be asked: the functions *_refusals yield why a setting is refused, and
-nothing where it is legal. Checks raise the first reason; `longshore advise` proposes what has none.
-With 8 heads parallel.tp may be 1, 2, 4 or 8; with 2 lanes, tp 2 and layers of 6 experts parallel.ep
-may be 1 or 2, which divide both 2·2 and 6; model.code=transformers takes neither.
+What is legal can also be asked: the functions *_refusals yield why a setting is refused. Checks
+raise the first reason; `longshore advise` proposes what has none. With 8 heads parallel.tp may be
+1, 2, 4 or 8; with 2 lanes, tp 2 and layers of 6 experts parallel.ep may be 1 or 2.
 
-The decoder of a run is that of a preset, of a checkpoint, or of the user's module (model.module),
-whose errors come with the line of the user's file; with the LoRA factors of the table model.lora:
-{rank = 8, targets = ["q_proj"]} is LoRAConfig(8, 16.0, ("q_proj",)), and rank 0 is none.
+The decoder of a run is that of a preset, of a checkpoint, or of the user's module, with the LoRA
+factors of model.lora: {rank = 8, targets = ["q_proj"]} is LoRAConfig(8, 16.0, ("q_proj",)).
 """
 
 import importlib.util
@@ -37,17 +34,17 @@ from longshore.arch.decoder import (
 from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import (
+    TEXTS,
     Kind,
     ModelConfig,
     ParallelConfig,
-    PlanConfig,
     RunConfig,
     in_keys,
     listed,
     number,
-    texts,
     whole,
 )
+from longshore.files import read_json_object
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import PlaceError, plan_setting, plan_step
@@ -62,15 +59,16 @@ from longshore.user_code import (
     load_object,
 )
 
-WITHOUT = {
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
-    "pp": "pipelines",
-}
-
-
+WITHOUT = {"tp": "tensor parallelism", "ep": "expert parallelism", "pp": "pipelines"}
 MACHINE_COSTS = "longshore.advisor.step_time:model_cost"
 """What a model costs on a machine. Named, not imported: only runs that name a machine need it."""
+ALL = "all"
+NO_GPU = "graph.layers needs a GPU, and this run is on a CPU; leave graph.layers out"
+LORA_KINDS: dict[str, Kind] = {
+    "rank": whole(0, 1 << 16),
+    "alpha": number(0, above=True),
+    "targets": TEXTS,
+}
 
 
 def refuse(refusals: Iterator[str]) -> None:
@@ -110,18 +108,6 @@ def code_refusals(config: RunConfig) -> Iterator[str]:
         yield ("model.code=transformers needs the package transformers; install longshore[hf]")
 
 
-def transformers_decoder(model: ModelConfig) -> DecoderConfig:
-    """What the model of a folder costs, after a look at its keys."""
-    from longshore.files import read_json_object
-    from longshore.hf.config_file import CONFIG
-    from longshore.hf.generic_keys import check_keys, describe_decoder
-
-    with in_keys("model.from_hf"):
-        raw = read_json_object(Path(model.from_hf) / CONFIG)
-        check_keys(raw)
-        return describe_decoder(raw)
-
-
 def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> Iterator[str]:
     """What parallel.tp and parallel.ep are refused for: by the model, or by the ranks."""
     ep, tp = config.parallel.ep, config.parallel.tp
@@ -129,13 +115,6 @@ def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
     yield from ep_refusals(decoder, ep)
     yield from sync_refusals(config.plan.sync, pp=config.parallel.pp, ep=ep)
     yield from rank_refusals(lanes=lanes, tp=tp, ep=ep)
-
-
-ALL = "all"
-STEP = "step"
-
-
-NO_GPU = "graph.layers needs a GPU, and this run is on a CPU; leave graph.layers out"
 
 
 def graph_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
@@ -172,7 +151,7 @@ def graph_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
 def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
     """given: graph.layers. has: the kinds of parts of the model that can be graphed."""
     known = tuple(dict.fromkeys((*names_of(GraphLayer), *has)))
-    if STEP in given:
+    if "step" in given:
         yield (
             "graph.layers=step would capture a whole step, which is not possible: packs give "
             "every round other shapes, FSDP's communication stays outside of graphs, and so does "
@@ -182,22 +161,18 @@ def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
     for name in given:
         if name not in (*known, ALL):
             yield f"graph.layers: unknown part {name!r}; it may be {listed((*known, ALL))}"
+        elif has and name not in (*has, ALL):
+            yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
     if not has:
         yield (
             f"graph.layers: no part of this model can be graphed (known are {', '.join(known)}); "
             "leave graph.layers out"
         )
-    for name in given:
-        if name not in (*has, ALL):
-            yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
 
 
 def graph_parts(decoder: DecoderConfig) -> tuple[str, ...]:
-    """The kinds of parts that graphs serve in this model, as the parts call them.
-
-    In the order of GraphLayer, a user's own after them.
-    """
-    present = {part.graph_layer: None for part in decoder.parts if part.graph_layer}
+    """The parts that graphs serve in this model, in GraphLayer's order, a user's own last."""
+    present = [part.graph_layer for part in decoder.parts if part.graph_layer]
     known = dict.fromkeys((*names_of(GraphLayer), *present))
     return tuple(name for name in known if name in present)
 
@@ -211,23 +186,17 @@ def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[str, ...]:
     return tuple(name for name in has if name in given or ALL in given)
 
 
-MOST_RANK = 1 << 16
-KINDS: dict[str, Kind] = {
-    "rank": whole(0, MOST_RANK),
-    "alpha": number(0, above=True),
-    "targets": texts(),
-}
-
-
 def lora_config(table: Mapping[str, Any]) -> LoRAConfig | None:
     """The factors that model.lora asks for; None if it is off."""
     values = {}
     for name, value in table.items():
-        if name not in KINDS:
-            raise ValueError(f"there is no model.lora.{name}; model.lora has {listed([*KINDS])}")
-        values[name] = KINDS[name].read(value)
+        if name not in LORA_KINDS:
+            raise ValueError(
+                f"there is no model.lora.{name}; model.lora has {listed([*LORA_KINDS])}"
+            )
+        values[name] = LORA_KINDS[name].read(value)
         if values[name] is None:
-            raise ValueError(f"model.lora.{name} is {value!r}; it must be {KINDS[name].wants}")
+            raise ValueError(f"model.lora.{name} is {value!r}; it must be {LORA_KINDS[name].wants}")
     if table and "rank" not in table:
         raise ValueError("model.lora has no rank; add model.lora.rank=8, or 0 for no factors")
     rank = values.get("rank", 0)
@@ -255,10 +224,6 @@ def lora_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
     yield from target_refusals(decoder)
 
 
-LOWERS_LIKELIHOOD = ("dpo", "grpo", "ppo")
-"""Losses that make some of the answers less likely."""
-
-
 def check_config(config: RunConfig, ranks: int) -> None:
     """All that can be checked before torch is imported."""
     _check_model(config.model)
@@ -268,8 +233,7 @@ def check_config(config: RunConfig, ranks: int) -> None:
     refuse(parallel_refusals(config, decoder, lanes=lanes))
     if config.model.code == "longshore":
         _check_written(config, decoder)
-    _check_train(config)
-    _check_depths(config, decoder)
+    _check_train(config, decoder)
     refuse(lora_refusals(config, decoder))
     refuse(graph_refusals(config, decoder))
     _check_plan(config, lanes, decoder)
@@ -306,12 +270,6 @@ def lane_align(config: RunConfig) -> int:
     return math.lcm(config.plan.align, config.parallel.tp)
 
 
-def lane_buckets(config: RunConfig, capacity: int) -> tuple[int, ...]:
-    """Token totals that a lane's micro-batch is rounded up to."""
-    count = config.plan.buckets
-    return make_buckets(capacity, align=lane_align(config), count=count) if count else ()
-
-
 def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
     """The stages of the run's pipeline: one without it; by hand, or balanced by cost."""
     pp, vpp, layout = config.parallel.pp, config.parallel.vpp, config.parallel.layout
@@ -326,10 +284,15 @@ def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
-    from longshore.hf.config_file import read_config
+    from longshore.hf.config_file import CONFIG, read_config
 
     if model.code == "transformers":
-        return replace(transformers_decoder(model), lora=lora_config(model.lora))
+        from longshore.hf.generic_keys import check_keys, describe_decoder
+
+        with in_keys("model.from_hf"):
+            raw = read_json_object(Path(model.from_hf) / CONFIG)
+            check_keys(raw)
+            return replace(describe_decoder(raw), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
         load_module(model.module, "model.module")
     if model.from_hf:
@@ -362,24 +325,22 @@ def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
     """A balance loss that transformers would add is never left out silently."""
     from longshore.hf.config_file import asked_balance
 
-    if model.aux_weight == "auto" and has_experts(decoder):
-        weight = asked_balance(model.from_hf)
-        if weight:
-            raise ValueError(
-                "output_router_logits is true in its config.json, so transformers adds a balance "
-                f"loss over the whole batch, with the weight router_aux_loss_coef {weight:g}; "
-                "Longshore's is per sequence and layer, so choose its weight yourself: "
-                "model.aux_weight=0.001, or 0 for none"
-            )
+    is_open = model.aux_weight == "auto" and has_experts(decoder)
+    if is_open and (weight := asked_balance(model.from_hf)):
+        raise ValueError(
+            "output_router_logits is true in its config.json, so transformers adds a balance "
+            f"loss over the whole batch, with the weight router_aux_loss_coef {weight:g}; "
+            "Longshore's is per sequence and layer, so choose its weight yourself: "
+            "model.aux_weight=0.001, or 0 for none"
+        )
 
 
 def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses before the first step what could not be written as a Hugging Face folder."""
     from longshore.hf.config_file import choose_architecture, transformers_base
 
-    export = config.output.export
     base = transformers_base(Path(config.model.from_hf) if config.model.from_hf else None)
-    if not base and not export:
+    if not base and not config.output.export:
         return
     try:
         choose_architecture(decoder.merged(), base)
@@ -396,7 +357,7 @@ def planner_setting(
     config: RunConfig, *, lanes: int, capacity: int, decoder: DecoderConfig
 ) -> PlanSetting:
     """What the run's steps are planned with."""
-    plan, layout = config.plan, pipeline_layout(config, decoder)
+    plan, layout, align = config.plan, pipeline_layout(config, decoder), lane_align(config)
     cost = run_cost(config, decoder, lanes=lanes, capacity=capacity)
     tp, ep = config.parallel.tp, config.parallel.ep
     # How stages share a round's cost matters with a pipeline, or experts over ranks.
@@ -415,8 +376,8 @@ def planner_setting(
         cp_sizes=plan.cp_sizes,
         heads=shared_heads(decoder, config.parallel),
         max_sequences=plan.max_sequences or None,
-        align=lane_align(config),
-        buckets=lane_buckets(config, capacity),
+        align=align,
+        buckets=make_buckets(capacity, align=align, count=plan.buckets) if plan.buckets else (),
         layout=layout if shares else None,
         stage_costs=stage_costs(decoder, layout, recompute=recompute) if shares else None,
     )
@@ -485,22 +446,23 @@ def _check_model(model: ModelConfig) -> None:
             f"{model.module}:decoder, or add model.from_hf=FOLDER, a checkpoint with its mixers"
         )
     if model.from_hf:
-        if (path := Path(model.from_hf)).is_dir() and not (path / "config.json").is_file():
-            raise ValueError(
-                f"model.from_hf: {path} has no config.json; name a Hugging Face checkpoint folder"
-            )
+        from longshore.hf.tensor_map import refuse_quantized_files
+
+        path = Path(model.from_hf)
         if not path.is_dir():
             raise ValueError(
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
-        from longshore.hf.tensor_map import refuse_quantized_files
-
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model.from_hf: {path} has no config.json; name a Hugging Face checkpoint folder"
+            )
         with in_keys("model.from_hf"):
             refuse_quantized_files(path)
 
 
-def _check_train(config: RunConfig) -> None:
+def _check_train(config: RunConfig, decoder: DecoderConfig) -> None:
     train = config.train
     if train.steps and train.epochs:
         raise ValueError("train.steps and train.epochs are both given; leave one out")
@@ -524,62 +486,45 @@ def _check_train(config: RunConfig) -> None:
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
             check_module_exists(function, f"train.{name}")
-
-
-def _check_depths(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Depths of multi-token prediction train nll, which also makes bad answers likelier."""
-    loss, weight = config.train.loss, config.train.mtp_weight
-    if loss in LOWERS_LIKELIHOOD and decoder.mtp and weight:
+    # Depths of multi-token prediction train nll, which also makes bad answers likelier.
+    if train.loss in ("dpo", "grpo", "ppo") and decoder.mtp and train.mtp_weight:
         raise ValueError(
-            f"train.loss is {loss}, but train.mtp_weight {weight:g} trains the model's "
-            f"{len(decoder.mtp)} depth{'s' if len(decoder.mtp) > 1 else ''} of multi-token "
+            f"train.loss is {train.loss}, but train.mtp_weight {train.mtp_weight:g} trains the "
+            f"model's {len(decoder.mtp)} depth{'s' if len(decoder.mtp) > 1 else ''} of multi-token "
             "prediction on the likelihood of all answers, bad ones too; set train.mtp_weight=0"
         )
 
 
 def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
-    plan, shard = config.plan, config.parallel.shard
-    if plan.sync == "step" and shard == "zero3":
+    plan, tp, align = config.plan, config.parallel.tp, lane_align(config)
+    if plan.sync == "step" and config.parallel.shard == "zero3":
         raise ValueError(
             "plan.sync=step does not work with parallel.shard=zero3, whose ranks wait for each "
             "other in every round; use plan.sync=round, or parallel.shard=zero2"
         )
-    _check_heads(plan, shared_heads(decoder, config.parallel), tp=config.parallel.tp)
-    # One token fits anywhere, so only the settings can be wrong.
-    auto = max(lane_align(config), 1 << 20)
-    capacity = plan.capacity if isinstance(plan.capacity, int) else auto
-    _check_align(config, capacity)
-    _try_plan(config, lanes, capacity=capacity, longest=1)
-
-
-def _check_align(config: RunConfig, capacity: int) -> None:
-    """TP ranks have equal parts of a lane's tokens; without TP the planner says all."""
-    align, tp = lane_align(config), config.parallel.tp
-    if tp > 1 and capacity < align:
-        raise ValueError(
-            f"plan.capacity is {capacity}, but with parallel.tp {tp} and plan.align "
-            f"{config.plan.align} a lane's tokens are a multiple of {align}; raise plan.capacity "
-            f"to {align}"
-        )
-
-
-def _check_heads(plan: PlanConfig, heads: int | None, *, tp: int) -> None:
-    whose = f" (of each of {tp} TP ranks)" if tp > 1 else ""
+    heads = shared_heads(decoder, config.parallel)
     for name in ("cp_size", "min_cp", "max_cp"):
         size = getattr(plan, name)
         if heads and size and heads % size:
+            whose = f" (of each of {tp} TP ranks)" if tp > 1 else ""
             raise ValueError(
                 f"plan.{name} is {size}, which does not divide the {heads} heads that ranks split "
                 f"with parallel.attention=heads or parallel.scan=heads{whose}; change plan.{name}, "
                 "or use parallel.attention=gather and parallel.scan=states"
             )
+    capacity = plan.capacity if isinstance(plan.capacity, int) else max(align, 1 << 20)
+    if tp > 1 and capacity < align:  # without TP the planner says all
+        raise ValueError(
+            f"plan.capacity is {capacity}, but with parallel.tp {tp} and plan.align {plan.align} a "
+            f"lane's tokens are a multiple of {align}; raise plan.capacity to {align}"
+        )
+    # One token fits anywhere, so only the settings can be wrong.
+    _try_plan(config, lanes, capacity=capacity, longest=1)
 
 
 def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
-    setting = planner_setting(
-        config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
-    )
-    plan_step([longest], setting)
+    decoder = decoder_config(config.model)
+    plan_step([longest], planner_setting(config, lanes=lanes, capacity=capacity, decoder=decoder))
 
 
 def _check_evaluation(config: RunConfig) -> None:
@@ -618,18 +563,13 @@ def named_decoder(name: str) -> DecoderConfig:
             f"model.module: {name} {verb} a {type(value).__name__}; it must be a DecoderConfig, "
             "or a function without arguments that returns one"
         )
-    _check_saved(value, name)
-    return value
-
-
-def _check_saved(decoder: DecoderConfig, name: str) -> None:
-    """Refuses before the first step what could not be saved after the last."""
-    try:
-        read_back = config_from_json(config_to_json(decoder))
+    try:  # refuses before the first step what could not be saved after the last
+        read_back = config_from_json(config_to_json(value))
     except ValueError as error:
         raise ValueError(f"model.module: {name}: {error}") from None
-    if read_back != decoder:
+    if read_back != value:
         raise ValueError(
             f"model.module: {name}: its config changes when it is saved as JSON and read again; "
             "declare its classes with @dataclass(frozen=True), which compares them by their fields"
         )
+    return value

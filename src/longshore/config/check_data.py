@@ -1,19 +1,16 @@
 """The data of a run, before it is used: is it there, and does it have what it needs?
 
-In: a config. Out: nothing, or a ValueError of one line. Without a tokenizer the first row of each
-file is read, which must have input_ids: "chats.jsonl is text, which needs a tokenizer; …". The
-lengths of synthetic and prepared sequences are known here, so `known_longest` returns the longest;
-for text it returns 0, for a stream its limit.
-
-data.path is one name or several: files, globs, folders. Each is a DataPart, with its prepared
-folders and the names of its other data, which become one prepared folder in the cache:
+In: a config. Out: nothing, or a ValueError of one line; from `known_longest` the longest sequence,
+which is known for synthetic and prepared data, 0 for text, and for a stream its limit. data.path is
+one name or several: files, globs, folders. Each is a DataPart, with its prepared folders and the
+names of its other data, which become one prepared folder in the cache:
 
     path = ["a.jsonl", "b/*.parquet"], weights = [3, 1]     two parts, drawn a a a b, a a a b, …
     path = ["a.jsonl", "prepared"]                          two parts, joined: each sequence once
 """
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,15 +20,15 @@ from longshore.data.mock import mock_lengths
 from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
 from longshore.data.source import Field, check_declared, parse_field
+from longshore.data.store import MANIFEST, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.files import parse_json
 from longshore.plan.types import policy_named
 from longshore.train.loss_fields import needed_fields
 
-MANIFEST = "manifest.json"
-PACKAGES = ("tokenizers", "jinja2")
-"""What text needs."""
+PACKAGES = ("tokenizers", "jinja2")  # what text needs
+TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +47,11 @@ def data_parts(data: DataConfig) -> tuple[DataPart, ...]:
     """The parts of data.path; a glob that matches nothing is a ValueError."""
     parts = []
     for name in path_names(data):
-        prepared, texts = list[Path](), list[str]()
-        for path in matches(name):
-            if is_prepared(path):
-                prepared.append(path)
-            else:
-                texts.append(str(path))
-        parts.append(DataPart(name, tuple(prepared), tuple(texts)))
+        paths = matches(name)
+        marks = (MANIFEST, "prepare.work")  # of a prepared folder, finished or not
+        prepared = tuple(path for path in paths if any((path / mark).exists() for mark in marks))
+        texts = tuple(str(path) for path in paths if path not in prepared)
+        parts.append(DataPart(name, prepared, texts))
     return tuple(parts)
 
 
@@ -73,11 +68,7 @@ def shown_path(data: DataConfig) -> str:
 
 
 def tokenizer_of(config: RunConfig) -> str:
-    """The tokenizer folder of a run, "" for none: data.tokenizer, or the model's if it is usable.
-
-    A model's folder without tokenizer.json, or without the packages to read it, is still enough
-    for rows of input_ids.
-    """
+    """The tokenizer folder of a run: data.tokenizer, or the model's if it is usable; else ""."""
     if config.data.tokenizer:
         return config.data.tokenizer
     folder = config.model.from_hf
@@ -98,43 +89,28 @@ def missing_packages() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def is_prepared(path: str | Path) -> bool:
-    """Whether a path is a folder made by `longshore prepare`, finished or not."""
-    return (Path(path) / MANIFEST).exists() or (Path(path) / "prepare.work").exists()
-
-
 def check_parts(data: DataConfig) -> tuple[DataPart, ...]:
     """The parts, after checking that their weights fit, and that no data is named twice."""
     with in_keys("data.path"):
         parts = data_parts(data)
-        named = [(path, part.name) for part in parts for path in _places(part)]
+        files = [[*part.prepared, *(files_of(part.texts) if part.texts else ())] for part in parts]
     if data.weights and len(data.weights) != len(parts):
         raise ValueError(
             f"data.weights has {len(data.weights)} numbers, but data.path has {len(parts)} "
             f"name{'s' if len(parts) > 1 else ''}; give one weight for each name"
         )
-    places: dict[Path, str] = {}
-    for path, name in named:
-        other = places.setdefault(path.resolve(), name)
-        if other != name:
-            raise ValueError(
-                f"data.path: {path} is in both {other} and {name}; name it once, and use "
-                "data.weights to draw it more often"
-            )
-    if len(set(path_names(data))) < len(parts):
-        twice = next(name for name in path_names(data) if path_names(data).count(name) > 1)
-        raise ValueError(
-            f"data.path: {twice} is named more than once; name it once, and use data.weights to "
-            "draw it more often"
-        )
+    first: dict[Path, DataPart] = {}
+    for part, paths in zip(parts, files, strict=True):
+        for path in paths:
+            other = first.setdefault(path.resolve(), part)
+            if other is not part:
+                twice = f"{path} is in both {other.name} and {part.name}"
+                if other.name == part.name:
+                    twice = f"{part.name} is named more than once"
+                raise ValueError(
+                    f"data.path: {twice}; name it once, and use data.weights to draw it more often"
+                )
     return parts
-
-
-def _places(part: DataPart) -> Iterable[Path]:
-    return [*part.prepared, *(files_of(part.texts) if part.texts else ())]
-
-
-TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
 def check_data(config: RunConfig, vocab_size: int) -> None:
@@ -177,8 +153,9 @@ def _check_path(config: RunConfig, vocab_size: int) -> None:
     """Every part of data.path: prepared, or text with all that it needs."""
     data = config.data
     parts = check_parts(data)
-    for folder in (folder for part in parts for folder in part.prepared):
-        _check_rejected(folder, data)
+    with in_keys("data.path"):
+        for folder in (folder for part in parts for folder in part.prepared):
+            rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
     texts = [name for part in parts for name in part.texts]
     if not texts:
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
@@ -212,33 +189,20 @@ def check_stream(config: RunConfig) -> None:
         )
 
 
-def _check_rejected(folder: Path, data: DataConfig) -> None:
-    """Refuses a prepared folder that left out more samples than data.max_rejected allows."""
-    from longshore.data.store import read_manifest
-
-    with in_keys("data.path"):
-        rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
-
-
 def known_longest(config: RunConfig) -> int:
-    """The longest sequence of synthetic or prepared data; 0 for text, not tokenized yet."""
+    """The longest sequence of the data, where it is known before text is tokenized; else 0."""
     data = config.data
     if data.mock:
         with in_keys("data.mock"):
-            _check_mock(data)
+            path = data.mock.get("path", "")
+            if data.mock.get("mode") == "file" and not isinstance(path, str):
+                raise ValueError(f"path is {path!r}; it must be a string")
             return int(mock_lengths(data.mock, count=data.count or None, seed=data.seed).max())
-    from longshore.data.store import read_manifest
-
     if data.stream:
         return data.max_length
     with in_keys("data.path"):
         folders = [folder for part in data_parts(data) for folder in part.prepared]
         return max((read_manifest(folder).longest for folder in folders), default=0)
-
-
-def _check_mock(data: DataConfig) -> None:
-    if data.mock.get("mode") == "file" and not isinstance(data.mock.get("path", ""), str):
-        raise ValueError(f"path is {data.mock['path']!r}; it must be a string")
 
 
 def _refuse_text_keys(data: DataConfig, what: str) -> None:
@@ -254,9 +218,9 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
     with in_keys("data.path"):
         inputs = find_inputs(names)
     if data.tokenizer and not has_tokenizer(data.tokenizer):
-        key = "data.tokenizer"
         raise ValueError(
-            f"{key}: {data.tokenizer} has no tokenizer.json; set {key} to a folder that has one"
+            f"data.tokenizer: {data.tokenizer} has no tokenizer.json; set data.tokenizer to a "
+            "folder that has one"
         )
     check_choice(data.template)
     with in_keys("data.fields"):

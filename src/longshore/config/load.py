@@ -19,7 +19,7 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 from longshore.config.other_systems import FOREIGN_VALUES, answer_key, answer_section
-from longshore.config.schema import SECTIONS, Kind, RunConfig
+from longshore.config.schema import SECTIONS, Kind, RunConfig, toml_or_text
 
 Tables = dict[str, dict[str, Any]]
 
@@ -148,7 +148,7 @@ def _override(tables: Tables, key: str, text: str) -> None:
     """Sets section.key, or a key of a table such as data.mock.type."""
     section, name, *inner = key.split(".")
     kind = _kind(section, name)
-    value = _value(text)
+    value = toml_or_text(text)
     if kind.is_text and not isinstance(value, str):
         value = text
     table = tables.setdefault(section, {})
@@ -158,14 +158,6 @@ def _override(tables: Tables, key: str, text: str) -> None:
             raise ValueError(f"there is no {key}: {section}.{name} takes {kind.wants}, not a table")
         table, name = below, step
     table[name] = value
-
-
-def _value(text: str) -> object:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _kind(section: str, name: str) -> Kind:
@@ -183,21 +175,14 @@ def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 
     values = {}
     for name, value in table.items():
         kind = _kind(section, name)
-        read = kind.read(value)
-        if read is None:
-            raise ValueError(_wrong(f"{section}.{name}", value, kind))
-        values[name] = read
+        values[name] = kind.read(value)
+        if values[name] is None:
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
+            ours = FOREIGN_VALUES.get(value if isinstance(value, str) else shown)
+            way_out = f"use {ours}" if ours in kind.names else f"it must be {kind.wants}"
+            raise ValueError(f"{section}.{name} is {shown}; {way_out}")
     return SECTIONS[section](**values)
-
-
-def _wrong(key: str, value: object, kind: Kind) -> str:
-    shown = "true" if value is True else "false" if value is False else repr(value)
-    shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
-    word = value if isinstance(value, str) else shown
-    ours = FOREIGN_VALUES.get(word)
-    if ours in kind.names:
-        return f"{key} is {shown}; use {ours}"
-    return f"{key} is {shown}; it must be {kind.wants}"
 
 
 def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:

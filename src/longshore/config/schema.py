@@ -1,22 +1,14 @@
 """The sections of a run's configuration, each key with its default, its kind and what it means.
 
-In: values of the right kinds (load.py sees to that). Out: frozen data. 0 and "" mean "not given".
-What belongs together is checked in check.py.
+In: values of the right kinds (load.py sees to that). Out: frozen data, where 0 and "" mean "not
+given", and TOML that reads back as the same. What belongs together is checked in check.py.
 
     RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
 
 A Kind takes a value as TOML gives it, and returns it as the dataclass holds it, or None where it is
 of another kind (TOML has no None of its own): `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
-says "a whole number from 1 to 64". `write_toml` writes sections that tomllib reads back, with the
-meaning of each key after it:
-
-    [train]
-    lr = 0.0003  # learning rate
-
-Errors name keys. What a part below says of a file or a folder gets the key in front by `in_keys`:
-
-    with in_keys("data.path"):
-        find_inputs(["chats.txt"])      data.path: chats.txt: must end in .jsonl, …
+says "a whole number from 1 to 64". Errors name keys: `in_keys` puts one in front of what a part
+below says of a file, as in "data.path: chats.txt: must end in .jsonl, …".
 """
 
 import json
@@ -26,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -55,6 +47,7 @@ from longshore.settings import (
 from longshore.user_code import FUNCTION_NAME, MODULE_NAME
 
 LARGEST = 2**40
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @contextmanager
@@ -88,10 +81,17 @@ def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the t
     return field(default=default, metadata={"kind": kind, "about": listed})
 
 
+def table(*, about: str) -> Any:  # noqa: ANN401 - as `key`
+    """A field that is a table, empty by default."""
+    kind = Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
+    return field(default_factory=dict, metadata={"kind": kind, "about": about})
+
+
 def whole(least: int = 1, most: int = LARGEST) -> Kind:
     def read(value: object) -> int | None:
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        return value if fits and isinstance(value, int) else None
+        if isinstance(value, bool) or not isinstance(value, int):
+            return None
+        return value if least <= value <= most else None
 
     limits = f", {least} or more" if most == LARGEST else f" from {least} to {most}"
     return Kind(f"a whole number{limits}", read)
@@ -110,126 +110,81 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind
     return Kind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
 
 
-def flag() -> Kind:
-    return Kind("true or false", lambda value: value if isinstance(value, bool) else None)
-
-
-def flag_or(name: str) -> Kind:
+def auto_or(kind: Kind, wants: str = "") -> Kind:
     def read(value: object) -> object:
-        return name if value == name else flag().read(value)
+        return value if value == "auto" else kind.read(value)
 
-    return Kind(f"true, false or {name!r}", read)
-
-
-def text() -> Kind:
-    return Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
-
-
-def choice(*names: str) -> Kind:
-    return Kind(listed(names), lambda value: value if value in names else None, names, True)
+    return Kind(wants or f"{kind.wants}, or 'auto'", read)
 
 
 def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
     """One of a Literal's names; settings.py lists them."""
-    return choice(*names_of(literal))
+    names = names_of(literal)
+    return Kind(listed(names), lambda value: value if value in names else None, names, True)
 
 
 def function(*names: str) -> Kind:
     """A name, or a function of the user's as module:function."""
+    shown = tuple(name for name in names if name)
+    return Kind(listed([*shown, "module:function"]), _named(names, FUNCTION_NAME), shown, True)
 
+
+def _named(names: Seq[str], pattern: re.Pattern[str]) -> Callable[[object], str | None]:
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (value in names or FUNCTION_NAME.fullmatch(value))
-        return value if given and isinstance(value, str) else None
+        if isinstance(value, str) and (value in names or pattern.fullmatch(value)):
+            return value
+        return None
 
-    shown = [name for name in names if name]
-    return Kind(listed([*shown, "module:function"]), read, tuple(shown), True)
-
-
-def module() -> Kind:
-    """A module of the user's, alone or with something in it as module:name."""
-
-    def read(value: object) -> str | None:
-        given = isinstance(value, str) and (not value or MODULE_NAME.fullmatch(value))
-        return value if given and isinstance(value, str) else None
-
-    return Kind("module:name, or a module alone", read, is_text=True)
+    return read
 
 
-def whole_or(name: str) -> Kind:
-    def read(value: object) -> object:
-        return name if value == name else whole().read(value)
-
-    return Kind(f"{whole().wants}, or {name!r}", read)
-
-
-def steps_or_share() -> Kind:
-    """A whole number of steps, or a share of all of them: 100, or 0.03."""
-
-    def read(value: object) -> object:
-        if isinstance(value, float):
-            return value if 0 < value < 1 else None
-        return whole(0).read(value)
-
-    return Kind(
-        "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03", read
-    )
+def _steps_or_share(value: object) -> object:
+    if isinstance(value, float):
+        return value if 0 < value < 1 else None
+    return whole(0).read(value)
 
 
-def number_or(name: str, least: float) -> Kind:
-    def read(value: object) -> object:
-        return name if value == name else number(least).read(value)
-
-    return Kind(f"{number(least).wants}, or {name!r}", read)
-
-
-def texts() -> Kind:
-    """Texts as a list; a,b is a list of two, and a bare word a list of one."""
-
-    def read(value: object) -> tuple[str, ...] | None:
-        items = split_list(value) if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            return None
-        return tuple(items) if all(items) else None
-
-    return Kind('a list of strings, such as ["a", "b"] or a,b', read)
+def _texts(value: object) -> tuple[str, ...] | None:
+    """A list; a,b is a list of two, and a bare word a list of one."""
+    items = split_list(value) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return None
+    return tuple(items) if all(isinstance(item, str) and item for item in items) else None
 
 
-def paths() -> Kind:
+def _paths(value: object) -> str | tuple[str, ...] | None:
     """One path, or several as a list or with commas, unless a path with commas is there."""
-
-    def read(value: object) -> str | tuple[str, ...] | None:
-        if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
-            if "," not in value:
-                return value
-            value = [value] if Path(value).exists() else value
-        items = texts().read(_toml_list(value) if isinstance(value, str) else value)
-        # One path with commas stays a list, so that it is not split where it is read again.
-        is_one = items is not None and len(items) == 1 and "," not in items[0]
-        return items[0] if items and is_one else items or None
-
-    return Kind('a string, or a list of strings such as ["a", "b"] or a,b', read, is_text=True)
+    if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
+        if "," not in value:
+            return value
+        value = [value] if Path(value).exists() else value
+    items = _texts(toml_or_text(value) if isinstance(value, str) else value)
+    # One path with commas stays a list, so that it is not split where it is read again.
+    is_one = items is not None and len(items) == 1 and "," not in items[0]
+    return items[0] if items and is_one else items or None
 
 
-def _toml_list(text: str) -> object:
-    """The list that a text in brackets is; the text itself where its items have no quotes."""
+def _numbers(value: object) -> tuple[float, ...] | None:
+    """A list; 3,1 is a list of two."""
+    value = toml_or_text(f"[{value}]") if isinstance(value, str) else value
+    if not isinstance(value, list | tuple):
+        return None
+    items = [number(0, above=True).read(item) for item in value]
+    return None if None in items else tuple(items)
+
+
+def _two_shares(value: object) -> tuple[float, ...] | None:
+    items = [number(0, 1).read(item) for item in value] if isinstance(value, list | tuple) else ()
+    return tuple(items) if len(items) == 2 and not {None, 1.0} & {*items} else None
+
+
+def toml_or_text(text: str) -> object:
+    """The value that a text is in TOML; the text itself where it is none."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
-
-
-def numbers() -> Kind:
-    """Numbers above 0, as a list; 3,1 is a list of two."""
-
-    def read(value: object) -> tuple[float, ...] | None:
-        if isinstance(value, str):
-            value = _toml_list(f"[{value}]")
-        if not isinstance(value, list | tuple):
-            return None
-        items = [number(0, above=True).read(item) for item in value]
-        return None if None in items else tuple(items)
-
-    return Kind("a list of numbers above 0, such as [3, 1] or 3,1", read)
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def split_list(text: str) -> list[str]:
@@ -241,42 +196,38 @@ def split_list(text: str) -> list[str]:
     return [item[1:-1] if re.fullmatch(r"""(["']).*\1""", item) else item for item in items]
 
 
-def shares() -> Kind:
-    """Two numbers of at least 0 and below 1."""
-
-    def read(value: object) -> tuple[float, float] | None:
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            return None
-        first, second = (number(0, 1).read(item) for item in value)
-        return (first, second) if None not in (first, second) and max(first, second) < 1 else None
-
-    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
-
-
-def table() -> Kind:
-    return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
+FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None)
+TEXT = Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
+TEXTS = Kind('a list of strings, such as ["a", "b"] or a,b', _texts)
+PATHS = Kind('a string, or a list of strings such as ["a", "b"] or a,b', _paths, is_text=True)
+NUMBERS = Kind("a list of numbers above 0, such as [3, 1] or 3,1", _numbers)
+SHARES = Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", _two_shares)
+MODULE = Kind("module:name, or a module alone", _named(("",), MODULE_NAME), is_text=True)
+STEPS = Kind(
+    "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03",
+    _steps_or_share,
+)
 
 
 def listed(names: Seq[str], last: str = "or") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+def by_word(table: Mapping[str, str]) -> dict[str, str]:
+    """From each word between spaces in the values to its key."""
+    return {word: ours for ours, words in table.items() for word in words.split()}
 
 
 def write_toml(sections: Mapping[str, Mapping[str, object]], about: Mapping[str, str]) -> str:
     """about: what a key means, by section.key."""
-    return "\n".join(
-        f"[{name}]\n{_section(name, values, about)}" for name, values in sections.items()
-    )
-
-
-def _section(name: str, values: Mapping[str, object], about: Mapping[str, str]) -> str:
-    lines = []
-    for key, value in values.items():
-        meaning = about.get(f"{name}.{key}")
-        lines.append(f"{key} = {toml_value(value)}" + (f"  # {meaning}" if meaning else "") + "\n")
-    return "".join(lines)
+    parts = []
+    for section, values in sections.items():
+        lines = [f"[{section}]\n"]
+        for name, value in values.items():
+            meaning = about.get(f"{section}.{name}")
+            lines.append(f"{name} = {toml_value(value)}{f'  # {meaning}' if meaning else ''}\n")
+        parts.append("".join(lines))
+    return "\n".join(parts)
 
 
 def toml_value(value: object) -> str:
@@ -288,18 +239,14 @@ def toml_value(value: object) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's too; TOML wants one more, for the character 127, and a terminal
         # that shows it some more.
-        quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-        return printable(quoted)
+        return printable(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F"))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
-        pairs = [f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()]
+        names = {name: name if BARE_KEY.fullmatch(name) else toml_value(name) for name in value}
+        pairs = [f"{names[name]} = {toml_value(item)}" for name, item in value.items()]
         return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     raise ValueError(f"{value!r} cannot be written as TOML")
-
-
-def _key(name: str) -> str:
-    return name if BARE_KEY.fullmatch(name) else toml_value(name)
 
 
 MOST_MOCK = 10_000_000
@@ -314,31 +261,25 @@ class DataConfig:
     """How errors begin the names of the keys path and mock."""
     path: str | tuple[str, ...] = key(
         "",
-        paths(),
+        PATHS,
         "JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of `longshore "
         "prepare`; also a glob, or a list of these",
     )
     weights: tuple[float, ...] = key(
-        (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
+        (), NUMBERS, "how often each name in path is drawn; none: each sequence once an epoch"
     )
     stream: bool = key(
-        False, flag(), "tokenize while training, without an index; needs train.steps, max_length"
+        False, FLAG, "tokenize while training, without an index; needs train.steps, max_length"
     )
-    mock: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …",
-        },
+    mock: Mapping[str, Any] = table(
+        about="synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …"
     )
     count: int = key(0, whole(0, MOST_MOCK), "how many synthetic sequences an epoch has")
     tokenizer: str = key(
-        "",
-        text(),
-        "a tokenizer folder, for text; input_ids need none (default: model.from_hf)",
+        "", TEXT, "a tokenizer folder, for text; input_ids need none (default: model.from_hf)"
     )
     template: str = key(
-        "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
+        "auto", TEXT, "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )
     loss_on: LossOn = key(
         "assistant", one_of(LossOn), "tokens in the loss: what the assistant says, or all"
@@ -348,36 +289,32 @@ class DataConfig:
     )
     too_long: TooLong = key("reject", one_of(TooLong), "what to do with longer sequences")
     fields: tuple[str, ...] = key(
-        (), texts(), 'extra columns for your own loss, such as "advantage:per_target:float32"'
+        (), TEXTS, 'extra columns for your own loss, such as "advantage:per_target:float32"'
     )
-    ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
+    ignore: tuple[str, ...] = key((), TEXTS, "columns to leave out; *: all that are not used")
     max_bytes: int = key(
         MAX_BYTES, whole(), "samples of more bytes are rejected without being parsed"
     )
     max_rejected: float = key(
         MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
     )
-    cache: str = key("runs/prepared", text(), "folder where tokenized text is kept for later runs")
+    cache: str = key("runs/prepared", TEXT, "folder where tokenized text is kept for later runs")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
     group: str = key(
         "",
-        text(),
+        TEXT,
         "an integer field per sequence; sequences of one value are in one step (default: pair, "
         "if the data have it)",
     )
-    shuffle: bool = key(True, flag(), "a new order for every epoch")
+    shuffle: bool = key(True, FLAG, "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
     eval_path: str | tuple[str, ...] = key(
-        "", paths(), "held-out data to evaluate on, in the same formats as path"
+        "", PATHS, "held-out data to evaluate on, in the same formats as path"
     )
-    eval_mock: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "synthetic held-out sequences instead of eval_path, as in mock",
-        },
+    eval_mock: Mapping[str, Any] = table(
+        about="synthetic held-out sequences instead of eval_path, as in mock"
     )
     eval_count: int = key(
         0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
@@ -401,7 +338,7 @@ class PlanConfig:
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
-        "auto", whole_or("auto"), "most tokens a rank holds in a round (one micro-batch)"
+        "auto", auto_or(whole()), "most tokens a rank holds in a round (one micro-batch)"
     )
     sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
     cp_size: int = key(
@@ -423,12 +360,12 @@ class PlanConfig:
     )
     cost: str = key(
         "",
-        text(),
+        TEXT,
         "what rounds cost: a machine's name such as h200 or h100, a file of `longshore calibrate`, "
         "or a cost profile in JSON (default: an 8B model on H100s)",
     )
     refine: bool = key(
-        False, flag(), "correct the cost profile while training, by the measured times of rounds"
+        False, FLAG, "correct the cost profile while training, by the measured times of rounds"
     )
 
 
@@ -436,11 +373,11 @@ class PlanConfig:
 class ModelConfig:
     """What is trained: a preset or your own model with new weights, or a checkpoint."""
 
-    preset: str = key("", text(), "a model by name, with new weights")
-    from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
+    preset: str = key("", TEXT, "a model by name, with new weights")
+    from_hf: str = key("", TEXT, "instead of preset: a Hugging Face checkpoint folder")
     module: str = key(
         "",
-        module(),
+        MODULE,
         "instead of preset: your own decoder, as module:function; with from_hf: the Python "
         "module of its mixers",
     )
@@ -453,22 +390,18 @@ class ModelConfig:
     vocab_size: int = key(0, whole(0, 1 << 24), "vocabulary size of the preset; 0: unchanged")
     aux_weight: float | Literal["auto"] = key(
         "auto",
-        number_or("auto", 0),
+        auto_or(number(0)),
         "weight of the experts' balance loss; auto: the model's own, 0 for a Hugging Face folder",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
-        number_or("auto", 0),
+        auto_or(number(0)),
         "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
         "Hugging Face folder",
     )
-    lora: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "kind": table(),
-            "about": "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
-            "targets (names of modules; default: all-linear)",
-        },
+    lora: Mapping[str, Any] = table(
+        about="train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+        "targets (names of modules; default: all-linear)"
     )
 
 
@@ -481,9 +414,7 @@ class ParallelConfig:
         "auto", one_of(ShardChoice), "FSDP sharding over ranks; zero2 gathers weights once per step"
     )
     tp: int = key(
-        1,
-        whole(1, 1 << 10),
-        "tensor-parallel ranks that heads and MLP widths are split over",
+        1, whole(1, 1 << 10), "tensor-parallel ranks that heads and MLP widths are split over"
     )
     ep: int = key(
         1,
@@ -493,7 +424,7 @@ class ParallelConfig:
     pp: int = key(1, whole(1, 1 << 10), "pipeline ranks that the model's layers are split over")
     vpp: int = key(1, whole(1, 1 << 10), "stages of each pipeline rank (interleaved pipeline)")
     layout: str = key(
-        "", text(), "stages by hand, as Ett|tttL; E embedding, t layer, m MTP depth, L head"
+        "", TEXT, "stages by hand, as Ett|tttL; E embedding, t layer, m MTP depth, L head"
     )
     attention: AttentionKind = key(
         "auto",
@@ -506,7 +437,7 @@ class ParallelConfig:
         "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     trace: bool = key(
-        False, flag(), "record and compare the ranks' communication in every step (to debug)"
+        False, FLAG, "record and compare the ranks' communication in every step (to debug)"
     )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
@@ -526,13 +457,11 @@ class TrainConfig:
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
     warmup: float = key(
-        0,
-        steps_or_share(),
-        "warmup steps, or a share of all steps, in which the learning rate rises",
+        0, STEPS, "warmup steps, or a share of all steps, in which the learning rate rises"
     )
     min_lr: float = key(0.0, number(0, 1), "learning rate at the end, as a share of lr")
     weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
-    betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")
+    betas: tuple[float, float] = key((0.9, 0.95), SHARES, "betas of AdamW")
     eps: float = key(1e-8, number(0, above=True), "epsilon of AdamW")
     clip: float = key(1.0, number(0), "clip the gradient to this norm; 0: never")
     dtype: DTypeChoice = key(
@@ -548,16 +477,13 @@ class TrainConfig:
     kernels: Kernels = key("auto", one_of(Kernels), "kernels on GPUs; plain: none but torch's own")
     compile: bool | Literal["auto"] = key(
         "auto",
-        flag_or("auto"),
+        auto_or(FLAG, "true, false or 'auto'"),
         "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
     loss: str = key(
         "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"
     )
-    loss_options: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={"kind": table(), "about": "options of the loss, such as {beta = 0.1}"},
-    )
+    loss_options: Mapping[str, Any] = table(about="options of the loss, such as {beta = 0.1}")
     loss_count: str = key(
         "auto",
         function("auto", "tokens", "sequences"),
@@ -576,11 +502,11 @@ class GraphConfig:
     """CUDA graphs, which replay a layer's kernels without launching each; off by default."""
 
     layers: tuple[str, ...] = key(
-        (), texts(), "parts of layers to replay: attention, mamba, delta, mlp, or all; none: off"
+        (), TEXTS, "parts of layers to replay: attention, mamba, delta, mlp, or all; none: off"
     )
     max_sequences: int | Literal["auto"] = key(
         "auto",
-        whole_or("auto"),
+        auto_or(whole()),
         "most sequences of a micro-batch whose layers are replayed whole, its padding counted as "
         "one; auto: for `coverage`",
     )
@@ -599,20 +525,18 @@ class OutputConfig:
     """What a run leaves behind."""
 
     folder: str = key(
-        "", text(), "the run's folder; {n} becomes the next free number (default: runs/RECIPE-{n})"
+        "", TEXT, "the run's folder; {n} becomes the next free number (default: runs/RECIPE-{n})"
     )
     display: DisplayChoice = key(
-        "auto",
-        one_of(DisplayChoice),
-        "how a step's figures are shown; auto: live on a terminal",
+        "auto", one_of(DisplayChoice), "how a step's figures are shown; auto: live on a terminal"
     )
     save_every: int = key(
         500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only at the end"
     )
     keep: int = key(2, whole(0, 1 << 20), "keep this many of the newest checkpoints; 0: write none")
-    weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
-    export: str = key("", text(), "write a Hugging Face checkpoint into this folder at the end")
-    trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
+    weights: bool = key(True, FLAG, "write the trained weights into the run's folder at the end")
+    export: str = key("", TEXT, "write a Hugging Face checkpoint into this folder at the end")
+    trackers: tuple[str, ...] = key((), TEXTS, 'also log to "tensorboard" or "wandb"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -632,24 +556,12 @@ class RunConfig:
 
     def to_toml(self) -> str:
         """A recipe that reads back as this configuration, each key with what it means."""
-        values = {
-            name: {f.name: getattr(getattr(self, name), f.name) for f in fields(kind)}
-            for name, kind in SECTIONS.items()
-        }
         about = {
             f"{name}.{f.name}": f.metadata["about"]
             for name, kind in SECTIONS.items()
             for f in fields(kind)
         }
-        return write_toml(values, about)
+        return write_toml(asdict(self), about)
 
 
-SECTIONS: dict[str, Any] = {
-    "data": DataConfig,
-    "plan": PlanConfig,
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "train": TrainConfig,
-    "graph": GraphConfig,
-    "output": OutputConfig,
-}
+SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}

@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.check_data import (
-    MANIFEST,
     DataPart,
     data_parts,
     loss_columns,
@@ -72,7 +71,7 @@ from longshore.data.source import (
     sequence_values,
     source_digest,
 )
-from longshore.data.store import Store, read_manifest
+from longshore.data.store import MANIFEST, Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.files import new_folder, printable

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch
-from longshore.config.check_data import MANIFEST
 from longshore.config.schema import RunConfig
 from longshore.data.source import (
     REF_LOGPROBS,
@@ -35,7 +34,7 @@ from longshore.data.source import (
     source_digest,
 )
 from longshore.data.steps import IndexedSteps, Step
-from longshore.data.store import Store, write_store
+from longshore.data.store import MANIFEST, Store, write_store
 from longshore.data.stream import TextStream
 from longshore.distributed.collectives import agreed, sum_over
 from longshore.distributed.process_group import Ranks
