@@ -97,8 +97,7 @@ def attention(
     """
     _check_shapes(q_THD, k_SKD, v_SKV)
     spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    out: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, sinks, spec, softcap)  # type: ignore[no-untyped-call]
-    return out
+    return _Attention.apply(q_THD, k_SKD, v_SKV, sinks, spec, softcap)
 
 
 def attention_forward(
@@ -154,7 +153,7 @@ def sinks_gradient(grad_THV: Tensor, out_THV: Tensor, lse_HT: Tensor, sinks: Ten
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -169,7 +168,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         scores = ScoreSpec(ctx.softcap, sinks)
         dq, dk, dv = _backward((grad, q, k, v, out, lse), ctx.spec, scores)

@@ -81,8 +81,7 @@ def table(bounds: Bounds | None, name: str, make: Callable[[], Made]) -> Made:
         # What inference mode makes autograd cannot save, and the next to read it may train.
         with torch.inference_mode(False):
             tables[name] = make()
-    value: Made = tables[name]
-    return value
+    return tables[name]
 
 
 def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

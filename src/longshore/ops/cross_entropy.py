@@ -105,11 +105,10 @@ def linear_cross_entropy(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
     if kernels is not None:
-        by_kernels: Tensor = kernels.linear_loss(
+        return kernels.linear_loss(
             hidden_TC, weight_VC, labels_T, chunk_tokens=chunk_tokens, ignore=ignore, summed=summed
         )
-        return by_kernels
-    nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    nll_T: Tensor = _LinearCrossEntropy.apply(
         hidden_TC, weight_VC, labels_T, chunk_tokens, ignore, vocabulary, softcap
     )
     return nll_T
@@ -118,7 +117,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -150,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T = grad_T.where(keep_T, 0)
@@ -278,7 +277,7 @@ def token_statistics(
     check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be finite and above 0")
-    values_T4: Tensor = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+    return _TokenStatistics.apply(
         hidden_TC,
         weight_VC,
         labels_T,
@@ -288,7 +287,6 @@ def token_statistics(
         vocabulary,
         softcap,
     )
-    return values_T4
 
 
 def _chunk(chunk_tokens: int | None, hidden_TC: Tensor, weight_VC: Tensor) -> int:
@@ -303,7 +301,7 @@ def _chunk(chunk_tokens: int | None, hidden_TC: Tensor, weight_VC: Tensor) -> in
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -347,7 +345,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T4: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T4: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T, entropy_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T4 = grad_T4.where(keep_T.unsqueeze(1), 0) / ctx.temperature
@@ -425,16 +423,13 @@ def map_logits(
     def of_capped(logits_nV: Tensor, *rows_n: Tensor) -> Tensor:
         return function(softcapped(logits_nV, softcap), *rows_n)
 
-    mapped: Tensor = _MapLogits.apply(  # type: ignore[no-untyped-call]
-        of_capped, chunk, hidden_TC, weight_VC, *rows
-    )
-    return mapped
+    return _MapLogits.apply(of_capped, chunk, hidden_TC, weight_VC, *rows)
 
 
 class _MapLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         function: OfLogits,
         chunk_tokens: int,
         hidden_TC: Tensor,
@@ -455,7 +450,7 @@ class _MapLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, *rows = ctx.saved_tensors
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         weight = operand(weight_VC, dtype)

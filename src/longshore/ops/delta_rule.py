@@ -69,10 +69,7 @@ def prepare_heads(
     kernels = pick("delta rule", k_TRK, v_THV)
     if kernels is None:
         return plain()
-    prepared: FlaDelta = kernels.prepare(
-        q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds, make_plain=plain
-    )
-    return prepared
+    return kernels.prepare(q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds, make_plain=plain)
 
 
 def prepare_delta(

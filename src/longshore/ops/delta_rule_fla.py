@@ -117,7 +117,7 @@ def fix_configurations() -> None:
                 kernel.configs = [min(kernel.configs, key=_distance)]
 
 
-def _distance(config: Any) -> tuple[int, int]:  # noqa: ANN401
+def _distance(config: Any) -> tuple[int, int]:
     return abs(config.num_warps - WARPS), abs(config.num_stages - STAGES)
 
 

@@ -147,24 +147,22 @@ def _inverse(order: Tensor) -> Tensor:
 
 def _take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """rows[index]; inverse (rows, k) says where each row went. Backward adds in the order of k."""
-    taken: Tensor = _Take.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return taken
+    return _Take.apply(rows, index, inverse)
 
 
 def _masked(rows_MC: Tensor, mask_M1: Tensor) -> Tensor:
     """0 where the mask is False, forward and backward, and contiguous in both."""
-    masked: Tensor = _Mask.apply(rows_MC, mask_M1)  # type: ignore[no-untyped-call]
-    return masked
+    return _Mask.apply(rows_MC, mask_M1)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         taken = grad.index_select(0, inverse.flatten())
         return taken.view(*inverse.shape, *grad.shape[1:]).sum(1), None, None
@@ -172,11 +170,11 @@ class _Take(torch.autograd.Function):
 
 class _Mask(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_MC: Tensor, mask_M1: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows_MC: Tensor, mask_M1: Tensor) -> Tensor:
         ctx.save_for_backward(mask_M1)
         return torch.where(mask_M1, rows_MC.contiguous(), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mask_M1,) = ctx.saved_tensors
         return torch.where(mask_M1, grad.contiguous(), 0.0), None

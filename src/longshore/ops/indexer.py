@@ -98,13 +98,10 @@ def index_loss(
             f"(rows, entries) with {len(q_THD)} rows"
         )
     if chosen_TK.numel() and pick("indexer", q_THD, keys_ED) is not None:
-        scores_TK = _ChosenScores.apply(q_THD, weights_TH, keys_ED, chosen_TK)  # type: ignore[no-untyped-call]
+        scores_TK = _ChosenScores.apply(q_THD, weights_TH, keys_ED, chosen_TK)
         target_TK = _target(mass_TK.detach(), chosen_TK)
         return _divergence(scores_TK, target_TK, chosen_TK, counted_T)
-    loss: Tensor = _IndexLoss.apply(  # type: ignore[no-untyped-call]
-        q_THD, weights_TH, keys_ED, chosen_TK, mass_TK.detach(), counted_T
-    )
-    return loss
+    return _IndexLoss.apply(q_THD, weights_TH, keys_ED, chosen_TK, mass_TK.detach(), counted_T)
 
 
 def _divergence(
@@ -122,16 +119,15 @@ class _ChosenScores(torch.autograd.Function):
     """(T, K) by kernels."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, chosen: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, chosen: Tensor) -> Tensor:
         kernels: Any = pick("indexer", q, keys)
         ctx.save_for_backward(q, weights, keys, chosen)
         ctx.kernels = kernels
-        scores: Tensor = kernels.chosen_scores(q, weights, keys, chosen)
-        return scores
+        return kernels.chosen_scores(q, weights, keys, chosen)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, weights, keys, chosen = ctx.saved_tensors
         grad = grad.masked_fill(chosen < 0, 0.0)
         return *ctx.kernels.chosen_gradients(grad, q, weights, keys, chosen), None
@@ -178,7 +174,7 @@ def _best(scores_ne: Tensor, first_n1: Tensor, stop_n1: Tensor, top_k: int) -> T
 class _IndexLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         weights: Tensor,
         keys: Tensor,
@@ -200,7 +196,7 @@ class _IndexLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, weights, keys, chosen, mass, counted = ctx.saved_tensors
         dtype = torch.promote_types(q.dtype, torch.float32)
         dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
@@ -277,15 +273,12 @@ def pooled(
         values_RC, gates_RC = (
             x.reshape(2 * len(x), x.shape[1] // 2) for x in (values_RC, gates_RC)
         )
-    out: Tensor = _Pooled.apply(  # type: ignore[no-untyped-call]
-        values_RC, gates_RC, bias_GC, rows_EG
-    )
-    return out
+    return _Pooled.apply(values_RC, gates_RC, bias_GC, rows_EG)
 
 
 class _Pooled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, gates: Tensor, bias: Tensor, rows: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, values: Tensor, gates: Tensor, bias: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(values, gates, bias, rows)
         dtype = torch.promote_types(values.dtype, torch.float32)
         out_EC = values.new_empty(len(rows), values.shape[1])
@@ -297,7 +290,7 @@ class _Pooled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, gates, bias, rows = ctx.saved_tensors
         dtype = torch.promote_types(values.dtype, torch.float32)
         dvalues, dgates = sums_for(values, dtype), sums_for(gates, dtype)

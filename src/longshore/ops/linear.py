@@ -75,8 +75,7 @@ class AdaptedLinear(nn.Linear):
     lora: LowRank
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.lora(super().forward(x), x)
-        return output
+        return self.lora(super().forward(x), x)
 
 
 def whole_weight(linear: nn.Linear) -> Tensor:
@@ -100,7 +99,7 @@ def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...
     if picked is None or x_TC.dim() != 2 or not all(map(_is_bare, linears)):
         return tuple(linear(x_TC) for linear in linears)
     biases = [linear.bias for linear in linears]
-    outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)
     return tuple(
         linear.lora(output, x_TC) if isinstance(linear, AdaptedLinear) else output
         for linear, output in zip(linears, outputs, strict=True)
@@ -117,7 +116,7 @@ def _is_bare(linear: nn.Linear) -> bool:
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         """parameters: all weights, then as many biases."""
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
@@ -131,7 +130,7 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         dx: Tensor | None = None
@@ -153,8 +152,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for operands with the same leading dims."""
     if a.device.type != "cpu":
         return a @ b
-    result: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
-    return result
+    return _Product.apply(a, b)
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -166,19 +164,18 @@ def solve_unit_lower(system: Tensor, right: Tensor) -> Tensor:
     """x of (1 + system)·x = right, for a system that is 0 on and above its diagonal."""
     if system.device.type != "cpu":
         return _solve(system, right)
-    result: Tensor = _Solution.apply(system, right)  # type: ignore[no-untyped-call]
-    return result
+    return _Solution.apply(system, right)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         return a @ by_rows(b)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
         grad = by_rows(grad)
@@ -187,14 +184,14 @@ class _Product(torch.autograd.Function):
 
 class _Solution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, system: Tensor, right: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, system: Tensor, right: Tensor) -> Tensor:
         solution = _solve(system, right)
         ctx.save_for_backward(system, solution)
         return solution
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         system, solution = ctx.saved_tensors
         d_right = torch.linalg.solve_triangular(system.mT, grad, upper=True, unitriangular=True)
         return -(by_rows(d_right) @ by_rows(solution.mT)).tril(-1), d_right
@@ -202,5 +199,4 @@ class _Solution(torch.autograd.Function):
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
     # The ones of the diagonal are implied.
-    solution: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return solution
+    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -395,16 +395,15 @@ def sparse_attention(
     """
     _check(q_THD, near_RD, entries_ED, sinks_H, chosen_TK)
     ranges.check(len(q_THD), len(near_RD), len(entries_ED))
-    out: tuple[Tensor, Tensor | None] = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+    return _SparseAttention.apply(
         q_THD, near_RD, entries_ED, sinks_H, chosen_TK, ranges, scale, needs_mass
     )
-    return out
 
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         near: Tensor,
         entries: Tensor,
@@ -432,7 +431,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _mass: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor, _mass: Tensor | None) -> tuple[Tensor | None, ...]:
         q, near, entries, sinks, chosen, out, top, total = ctx.saved_tensors
         if ctx.kernels is not None:
             grads = ctx.kernels.backward(

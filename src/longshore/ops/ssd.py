@@ -93,8 +93,7 @@ def prepare_ssd(
         )
     kernels = pick("ssd", x_THP, B_TGN) if chunk is None else None
     if kernels is not None:
-        scan: SSD = kernels.prepare(x_THP, dt_TH, A_H, B_TGN, C_TGN, D=D_H, bounds=bounds)
-        return scan
+        return kernels.prepare(x_THP, dt_TH, A_H, B_TGN, C_TGN, D=D_H, bounds=bounds)
     layout = chunks(bounds, rows, chunk, x_THP.device)
     dtype = torch.promote_types(x_THP.dtype, torch.float32)
     dt, A = dt_TH.to(dtype), A_H.to(dtype)

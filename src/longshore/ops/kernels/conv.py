@@ -38,14 +38,13 @@ def conv(
 ) -> Tensor:
     """(T, C). starts: the first row of each span, then T, int32."""
     tables = (since, since if span is None else span, starts)
-    out: Tensor = _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
-    return out
+    return _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -85,7 +84,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, before, since, span, starts = ctx.saved_tensors
         rows, channels = x.shape
         taps = weight.shape[1]

@@ -43,16 +43,13 @@ def linear_loss(
     """The loss of each token; summed: all labelled tokens will get the same gradient."""
     some = hidden_TC.requires_grad or weight_VC.requires_grad
     function = _SummedLoss if summed and some and torch.is_grad_enabled() else _TwoPassLoss
-    nll_T: Tensor = function.apply(
-        hidden_TC, weight_VC, labels_T.contiguous(), chunk_tokens, ignore
-    )
-    return nll_T
+    return function.apply(hidden_TC, weight_VC, labels_T.contiguous(), chunk_tokens, ignore)
 
 
 class _TwoPassLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -74,7 +71,7 @@ class _TwoPassLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, lse_T = ctx.saved_tensors
         keep_T = labels_T != ctx.ignore
         grad_T = grad_T.contiguous()
@@ -97,7 +94,7 @@ class _TwoPassLoss(torch.autograd.Function):
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -122,7 +119,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         keep_T, hidden_TC, weight_VC = ctx.saved_tensors
         common = _common(grad_T, keep_T)
         dhidden_TC = dweight_VC = None

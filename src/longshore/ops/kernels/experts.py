@@ -49,16 +49,15 @@ def sorted_mlp(
     limit: float = 0.0,
 ) -> Tensor:
     """(T, C): the weighted sum over each token's experts, in x's dtype."""
-    out: Tensor = _SortedMLP.apply(
+    return _SortedMLP.apply(
         x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF, limit or math.inf
     )
-    return out
 
 
 class _SortedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x_TC: Tensor,
         weights_TK: Tensor,
         order: Tensor,
@@ -83,7 +82,7 @@ class _SortedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, order, inverse, offsets, hidden, gate_up, down = ctx.saved_tensors
         wants_x, wants_weights, _, _, wants_gate_up, wants_down, _ = ctx.needs_input_grad
         dx = dgate_up = ddown = None

@@ -33,25 +33,22 @@ PART_TOKENS, MOST_PARTS = 2048, 32
 
 def project(rows_TS: Tensor, weight_MS: Tensor, eps: float) -> Tensor:
     """(T, M) in float32."""
-    out: Tensor = _Project.apply(rows_TS, weight_MS, eps)
-    return out
+    return _Project.apply(rows_TS, weight_MS, eps)
 
 
 def collapse(rows_TS: Tensor, pre_TN: Tensor) -> Tensor:
     """(T, C) in the rows' dtype."""
-    out: Tensor = _Collapse.apply(rows_TS, pre_TN)
-    return out
+    return _Collapse.apply(rows_TS, pre_TN)
 
 
 def expand(output_TC: Tensor, rows_TS: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
     """(T, N·C) in the rows' dtype."""
-    out: Tensor = _Expand.apply(output_TC, rows_TS, post_TN, mix_TNN)
-    return out
+    return _Expand.apply(output_TC, rows_TS, post_TN, mix_TNN)
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, weight = rows.contiguous(), weight.contiguous()
         (tokens, size), count = rows.shape, len(weight)
         sums = torch.empty(tokens, count, dtype=torch.float32, device=rows.device)
@@ -65,7 +62,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, sums, inverse = ctx.saved_tensors
         (tokens, size), count = rows.shape, len(weight)
         # Of sums, and of what each row is multiplied by for its root mean square.
@@ -88,7 +85,7 @@ class _Project(torch.autograd.Function):
 
 class _Collapse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, pre: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, pre: Tensor) -> Tensor:
         rows, pre = rows.contiguous(), pre.contiguous()
         (tokens, size), count = rows.shape, pre.shape[1]
         out = rows.new_empty(tokens, size // count)
@@ -100,7 +97,7 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         rows, pre = ctx.saved_tensors
         (tokens, size), count = rows.shape, pre.shape[1]
         drows, dpre = torch.empty_like(rows), torch.empty_like(pre)
@@ -113,7 +110,7 @@ class _Collapse(torch.autograd.Function):
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, rows: Tensor, post: Tensor, mix: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, output: Tensor, rows: Tensor, post: Tensor, mix: Tensor) -> Tensor:
         output, rows, post, mix = (x.contiguous() for x in (output, rows, post, mix))
         tokens, width = output.shape
         out = torch.empty_like(rows)
@@ -126,7 +123,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         output, rows, post, mix = ctx.saved_tensors
         tokens, width = output.shape
         grads = tuple(torch.empty_like(x) for x in (output, rows, post, mix))

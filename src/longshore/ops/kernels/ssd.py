@@ -565,7 +565,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         dt: Tensor,
         A: Tensor,
@@ -585,7 +585,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         x, dt, A, B, C, D, initial = ctx.saved_tensors
         grads = _gradients(x, dt, A, B, C, D, initial, ctx.layout, dy=dy, dfinal=dfinal)
         return *grads, None
@@ -596,12 +596,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        layout: ChunkTable,
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, layout: ChunkTable
     ) -> tuple[Tensor, Tensor]:
         _, final, spans = walk(x, B, steps(dt, A, layout), layout, initial=None, store=False)
         ctx.save_for_backward(x, dt, A, B)
@@ -611,7 +606,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dspans: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, dspans: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         x, dt, A, B = ctx.saved_tensors
         layout: ChunkTable = ctx.layout
         dx, ddt, dA, dB, *_ = _gradients(
