@@ -61,23 +61,10 @@ class _Conv(torch.autograd.Function):
         y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         grid = (blocks(rows, ROWS), blocks(channels, CHANNELS))
         _conv_forward[grid](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if before is None else before,
-            since,
-            span,
-            y,
-            rows,
-            channels,
-            x.stride(0),
-            TAPS=weight.shape[1],
-            BIAS=bias is not None,
-            BEFORE=before is not None,
-            SILU=activation,
-            ROWS=ROWS,
-            CHANNELS=CHANNELS,
-        )
+            x, weight, x if bias is None else bias, x if before is None else before, since, span, y,
+            rows, channels, x.stride(0), TAPS=weight.shape[1], BIAS=bias is not None,
+            BEFORE=before is not None, SILU=activation, ROWS=ROWS, CHANNELS=CHANNELS,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, before, *tables)
         ctx.activation = activation
         return y
@@ -94,28 +81,11 @@ class _Conv(torch.autograd.Function):
         dpre = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
         sums = torch.empty(parts, taps + 1, channels, dtype=torch.float32, device=x.device)
         _backward_sums[(parts, columns)](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if before is None else before,
-            since,
-            span,
-            grad,
-            dpre,
-            sums,
-            rows,
-            channels,
-            x.stride(0),
-            grad.stride(0),
-            blocks(tiles, parts),
-            TAPS=taps,
-            SLOTS=1 << taps.bit_length(),
-            BIAS=bias is not None,
-            BEFORE=before is not None,
-            SILU=ctx.activation,
-            ROWS=ROWS,
-            CHANNELS=CHANNELS,
-        )
+            x, weight, x if bias is None else bias, x if before is None else before, since, span,
+            grad, dpre, sums, rows, channels, x.stride(0), grad.stride(0), blocks(tiles, parts),
+            TAPS=taps, SLOTS=1 << taps.bit_length(), BIAS=bias is not None,
+            BEFORE=before is not None, SILU=ctx.activation, ROWS=ROWS, CHANNELS=CHANNELS,
+        )  # fmt: skip
         dx = dbefore = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)

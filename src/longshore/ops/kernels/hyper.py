@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.launch import Kernel, power
 
 TOKENS, CHANNELS = 32, 64
 """Of a program's block in products."""
@@ -55,7 +55,7 @@ class _Project(torch.autograd.Function):
         inverse = torch.empty(tokens, 1, dtype=torch.float32, device=rows.device)
         _project_kernel[(triton.cdiv(tokens, TOKENS),)](
             rows, weight, sums, inverse, tokens, size, eps,
-            COUNT=count, PADDED=_power(count), TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=4,
+            COUNT=count, PADDED=power(count), TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(rows, weight, sums, inverse)
         return sums * inverse
@@ -69,7 +69,7 @@ class _Project(torch.autograd.Function):
         dsums = (grad * inverse).contiguous()
         by_row = (grad * sums).sum(1) * inverse.squeeze(1).pow(3) / -size
         drows = torch.empty_like(rows)
-        sizes = {"COUNT": count, "PADDED": _power(count), "TOKENS": TOKENS, "CHANNELS": CHANNELS}
+        sizes = {"COUNT": count, "PADDED": power(count), "TOKENS": TOKENS, "CHANNELS": CHANNELS}
         blocks = triton.cdiv(size, CHANNELS)
         _rows_kernel[(triton.cdiv(tokens, TOKENS), blocks)](
             rows, weight, dsums, by_row, drows, tokens, size, num_warps=4, **sizes
@@ -132,11 +132,6 @@ class _Expand(torch.autograd.Function):
             COUNT=post.shape[1], PADDED=_pairs(post.shape[1]), WIDE=WIDE, num_warps=4,
         )  # fmt: skip
         return grads
-
-
-def _power(number: int) -> int:
-    """The power of 2 that holds it; products want 16 at least."""
-    return max(16, _pairs(number))
 
 
 def _pairs(number: int) -> int:

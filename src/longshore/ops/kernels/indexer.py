@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.launch import Kernel, power
 
 HEADS = 64
 """Of a group, at most."""
@@ -66,17 +66,8 @@ def chosen_gradients(
 
 def _sizes(q: Tensor) -> dict[str, int]:
     heads, width = q.shape[1:]
-    return {
-        "WIDTH": width,
-        "COLUMNS": _power(width),
-        "HEADS": min(HEADS, _power(heads)),
-        "KEYS": KEYS,
-    }
-
-
-def _power(number: int) -> int:
-    """The power of 2 that holds it; products want 16 at least."""
-    return max(16, 1 << (number - 1).bit_length())
+    groups = min(HEADS, power(heads))
+    return {"WIDTH": width, "COLUMNS": power(width), "HEADS": groups, "KEYS": KEYS}
 
 
 @triton.jit
