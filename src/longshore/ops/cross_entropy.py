@@ -260,9 +260,9 @@ def token_statistics(
 ) -> Tensor:
     """(T, 4): the STATISTICS of each token, 0 at ignored ones, whatever their rows contain.
 
-    temperature: what the logits are divided by. With p the softmax of a row, H its entropy and g the
-    gradients of the four, that of a logit is p·(g_logsumexp − g_logprob − g_entropy·(log p + H))
-    + g_mean/V, and at the label g_logprob more.
+    temperature: what the logits are divided by. With p the softmax of a row, H its entropy and g
+    the gradients of the four, the gradient of a logit is
+    p·(g_logsumexp − g_logprob − g_entropy·(log p + H)) + g_mean/V, and at the label g_logprob more.
     """
     _check_inputs(hidden_TC, weight_VC, labels_T, ignore, vocabulary)
     if not 0 < temperature < float("inf"):
