@@ -84,6 +84,18 @@ def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+class PreparedScan(Protocol):
+    """All of a scan that does not depend on the initial states of its sequences."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The transition of each sequence (S, H, …), and its final state from 0."""
+        ...
+
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, H, …), and the final state of each sequence; initial: 0 for None."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The layout of joined sequences in chunks, as the top of this file shows."""
@@ -283,7 +295,7 @@ class FilledSpans:
 
 
 def filled_spans(bounds: Bounds | None, rows: int, device: torch.device) -> FilledSpans:
-    """Of spans of 0, 3 and 70 rows the last two: cu_seqlens 0 3 73, chunks (0, 0), (1, 0), (1, 1)."""
+    """Spans of 0, 3 and 70 rows have cu_seqlens 0 3 73 and the chunks (0, 0), (1, 0), (1, 1)."""
     offsets = offsets_of(bounds, rows)
     most = most_chunks(bounds, DELTA_ROWS)
     name = "delta rule: spans with rows"

@@ -1,36 +1,22 @@
-"""Linear layers that read the same input, as one node of autograd.
+"""Linear layers that share an input, low-rank factors beside a weight (LoRA), small products.
 
-In: x (T, C) and nn.Linear modules. Out: for each its product (T, F). For q, k and v, with gradients
-g of the outputs and weights w (F, C), backward runs
+`projected`: x (T, C) and nn.Linear modules to each module's product (T, F), as one node of
+autograd. For q, k and v, with gradients g of the outputs and weights w (F, C), backward runs
 
     dx = g_q @ w_q,  dx += g_k @ w_k,  dx += g_v @ w_v         inside the products: nothing to add
 
-where three nodes would write three gradients of x and add them up. Elsewhere, and for modules that
-something else is attached to, each module is called by itself. Low-rank factors are added after.
+where three nodes would write three gradients of x and add them up.
 
-Linear layers with low-rank factors beside their weight (LoRA).
+`adapt` puts factors beside a weight, which keeps its name and its place:
 
-In: x (…, C). Out: x·Wᵀ + bias + scale · (x·Aᵀ)·Bᵀ, with W (F, C), A (R, C) and B (F, R). The weight
-keeps its name and its place; factors are lora.a and lora.b below the module:
-
-    linear = nn.Linear(4, 3)
     adapt(linear, LowRank(4, 3, rank=2, scale=2.0))     linear.lora.a (2, 4), linear.lora.b (3, 2)
-    linear(x)                                           as before, while lora.b is 0
-    whole_weight(linear)                                W + 2·B·A, for those who read the weight
+    linear(x)                                           x·Wᵀ + bias + 2·(x·Aᵀ)·Bᵀ; at first B is 0
 
-With a rank of 8 at width 4096 a row costs 8·(4096 + 4096) products beside 4096·4096, 1/256.
-
-Batched products of small matrices, in a memory layout that is fast on every CPU.
-
-In: (…, n, k) and (…, k, m). Out: (…, n, m), differentiable once. On the CPU torch hands a product
-whose right side is transposed in memory, matrix after matrix, to oneDNN, which on aarch64 is slow
-for small ones: 104 products of 64×16 by 16×64 took 7 ms on a Neoverse N1, and 2 ms with the right
-side copied row by row. Autograd's own backward of a @ b has such a product, so it is written out
-here:
-
-    product(a, b) = a·b        its gradients: grad·bᵀ with bᵀ copied, and aᵀ·grad
-
-On other devices it is a @ b.
+`product` and `solve_unit_lower` are batched, (…, n, k) by (…, k, m). On the CPU torch hands a
+product whose right side is transposed in memory, matrix after matrix, to oneDNN, which on aarch64
+is slow for small ones: 104 products of 64×16 by 16×64 took 7 ms on a Neoverse N1, and 2 ms with the
+right side copied row by row. Autograd's own backward of a @ b has such a product, so it is written
+out here.
 """
 
 from typing import Any
@@ -93,7 +79,7 @@ def adapt(linear: nn.Linear, lora: LowRank, kind: type[nn.Linear] = AdaptedLinea
 
 
 def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-    """linear(x) of each of them."""
+    """linear(x) of each of them; a module with hooks is called by itself."""
     weights = [linear.weight for linear in linears]
     picked = pick("projections", x_TC, *weights)
     if picked is None or x_TC.dim() != 2 or not all(map(_is_bare, linears)):

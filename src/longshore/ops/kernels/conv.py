@@ -26,32 +26,19 @@ PARTS = 64
 
 
 def conv(
-    x_TC: Tensor,
-    weight_CK: Tensor,
-    bias_C: Tensor | None,
-    *,
-    since: Tensor,
-    span: Tensor | None,
-    starts: Tensor,
-    before: Tensor | None,
-    activation: bool,
-) -> Tensor:
-    """(T, C). starts: the first row of each span, then T, int32."""
-    tables = (since, since if span is None else span, starts)
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, before: Tensor | None,
+    tables: tuple[Tensor, Tensor, Tensor], activation: bool,
+) -> Tensor:  # fmt: skip
+    """(T, C). tables: since, span, and the first row of each span, then T; int32."""
     return _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        before: Tensor | None,
-        tables: tuple[Tensor, ...],
-        activation: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
+        tables: tuple[Tensor, ...], activation: bool,
+    ) -> Tensor:  # fmt: skip
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()

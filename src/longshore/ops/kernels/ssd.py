@@ -2,33 +2,15 @@
 
 In: rows, as in ops/ssd.py, with their strides; only the last dim must be contiguous. Out: rows, the
 final states, and in backward the gradient of every input. Sequences of 3 and 70 rows have chunks of
-3, 64 and 6 rows, which begin at rows 0, 3 and 67; no chunk holds two sequences. The kernels:
+3, 64 and 6 rows, which begin at rows 0, 3 and 67 (boundaries.chunk_table); no chunk holds two
+sequences. The kernels:
 
     steps       of each chunk and head: dt, and the sums of the log decays up to each row
     walk        chunk after chunk with the state in registers; stores the state entering each
     outputs     of each chunk and group: what its rows and the entering state contribute
 
-Backward walks forwards again for the entering states, then backwards for the gradients of the
-leaving ones, and ends with the kernel of ops/kernels/ssd.py. Only inputs are kept.
-
-Sums of logs are in base 2 and have two parts, high + low, from a sum in float64: then also a small
-difference of two large sums has all digits of float32. Inside the kernels states are (N, P).
-
-T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
-of Q rows.
-
-The forward kernels of ops/kernels/ssd.py: steps, walk and outputs.
-
-In: rows with their strides, and a table of chunks (ops/boundaries.py). Out: what each kernel's
-function says. Sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3), (3, 64), (67,
-6).
-
-Letters as in ops/kernels/ssd.py.
-
-The gradients of the scan's rows, chunk by chunk; the last kernel of ops/kernels/ssd.py.
-
-In: the inputs, the gradient dy of the outputs, and for each chunk the state h that enters it and
-the gradient g of the state that leaves it. Out: the gradients of x, dt, A, B, C and D. With
+Backward walks forwards again for the states h that enter the chunks, then backwards for the
+gradients g of the leaving ones, and ends with the gradients of the rows. Only inputs are kept. With
 L_qk = exp(sum of logs after k up to q), 0 for k > q, l_k = exp(sum of logs after k), e_q = exp(sum
 of logs up to q) and X = dy·xᵀ, a head of a chunk has
 
@@ -42,12 +24,17 @@ where da is the gradient of the log decays, Z_qk = X_qk (C_q·B_k) L_qk dt_k, u_
 Each term of da is added on its own: as a difference of sums over rows and over columns, weak decays
 next to strong ones would be lost. The first sums of dB and dC are linear in X L dt, which is
 summed over the heads of a group first. dB and dC have a kernel of their own: together with the rest
-they would not fit in registers. With one row, P = N = 1, B = C = dt = x = 1 and h = g = 0,
-dy = 1 gives dx = dB = dC = ddt = 1 and da = 0.
+they would not fit in registers.
+
+Sums of logs are in base 2 and have two parts, high + low, from a sum in float64: then also a small
+difference of two large sums has all digits of float32. Inside the kernels states are (N, P).
+
+T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
+of Q rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -56,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longshore.ops.boundaries import SSD_ROWS, Bounds, ChunkTable, chunk_table, first_states
+from longshore.ops.kernels.launch import power
 
 ROWS = SSD_ROWS
 """Q."""
@@ -63,6 +51,9 @@ STEP_HEADS = 32
 """Heads of one program of the kernel `steps`."""
 ENOUGH_PROGRAMS = 264
 """With fewer walks than this, two on each of an H200's 132 processors, each is split in two."""
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""x (T, H, P), dt (T, H), A (H), B and C (T, G, N), and D (H); C: None where only final states are
+wanted. D: None for no direct path."""
 
 
 def steps(dt: Tensor, A: Tensor, layout: ChunkTable) -> tuple[Tensor, Tensor]:
@@ -124,15 +115,11 @@ def walk(
 
 
 def outputs(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    steps: tuple[Tensor, Tensor],
-    entering: Tensor,
-    layout: ChunkTable,
+    inputs: Inputs, steps: tuple[Tensor, Tensor], entering: Tensor, layout: ChunkTable
 ) -> Tensor:
     """(T, H, P)."""
+    x, _, _, B, C, D = inputs
+    assert C is not None
     heads, width = x.shape[1:]
     groups, state = B.shape[1:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -147,11 +134,6 @@ def outputs(
             num_stages=2 if x.element_size() == 2 else 1,
         )  # fmt: skip
     return y
-
-
-def power(width: int) -> int:
-    """The power of 2 that holds this width; products want 16 at least."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 @triton.jit
@@ -302,28 +284,17 @@ def _outputs_kernel(
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=of_rows)
 
 
-class HasChunks(Protocol):
-    """The layout of the rows."""
-
-    @property
-    def chunks(self) -> Tensor: ...
-
-
 def row_gradients(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor | None,
-    D: Tensor | None,
-    *,
+    inputs: Inputs,
     dy: Tensor | None,
     steps: tuple[Tensor, Tensor],
+    layout: ChunkTable,
+    *,
     entering: Tensor,
     leaving: Tensor,
-    layout: HasChunks,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, dt, A, B, C and D; dy: None where only final states are used."""
+    """The gradients of the inputs; dy: None where only final states are used."""
+    x, dt, A, B, C, D = inputs
     rows, heads, width = x.shape
     groups, state = B.shape[1:]
     count = len(layout.chunks)
@@ -508,51 +479,31 @@ def _keys_kernel(
 class KernelSSD:
     """The scan of these rows; initial states come later, as in ops/ssd.py."""
 
-    x: Tensor
-    """(T, H, P)."""
-    dt: Tensor
-    """(T, H)."""
-    A: Tensor
-    """(H)."""
-    B: Tensor
-    """(T, G, N)."""
-    C: Tensor
-    """(T, G, N)."""
-    D: Tensor | None
-    """(H)."""
+    inputs: Inputs
     layout: ChunkTable
-    """How the rows are divided into chunks."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
-        spans, final = _Ends.apply(self.x, self.dt, self.A, self.B, self.layout)
-        return (self.A.float() * spans).exp(), final
+        """The transition (S, H) and the final state from 0 (S, H, P, N) of each sequence."""
+        x, dt, A, B, _, _ = self.inputs
+        spans, final = _Ends.apply(x, dt, A, B, self.layout)
+        return (A.float() * spans).exp(), final
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, P) and final states (S, H, P, N)."""
+        x, _, _, B, _, _ = self.inputs
         if initial is not None:
-            shape = (len(self.layout.lengths), *self.x.shape[1:], self.B.shape[2])
-            initial = first_states(initial, shape, like=self.x).contiguous()
-        y, final = _Scan.apply(
-            self.x, self.dt, self.A, self.B, self.C, self.D, initial, self.layout
-        )
-        return y, final
+            shape = (len(self.layout.lengths), *x.shape[1:], B.shape[2])
+            initial = first_states(initial, shape, like=x).contiguous()
+        return _Scan.apply(initial, self.layout, *self.inputs)
 
 
 def prepare(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    bounds: Bounds | None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bounds: Bounds | None
 ) -> KernelSSD:
     layout = chunk_table(bounds, len(x), x.device)
     B, C = (_by_columns(part.to(x.dtype)) for part in (B, C))
     A, D = A.contiguous(), None if D is None else D.contiguous()
-    return KernelSSD(_by_columns(x), dt, A, B, C, D, layout)
+    return KernelSSD((_by_columns(x), dt, A, B, C, D), layout)
 
 
 def _by_columns(rows: Tensor) -> Tensor:
@@ -565,20 +516,13 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        initial: Tensor | None,
-        layout: ChunkTable,
+        ctx: Any, initial: Tensor | None, layout: ChunkTable, *inputs: Any
     ) -> tuple[Tensor, Tensor]:
+        x, dt, A, B, _, _ = inputs
         scales = steps(dt, A, layout)
         entering, final, _ = walk(x, B, scales, layout, initial=initial)
-        y = outputs(x, B, C, D, scales, entering, layout)
-        ctx.save_for_backward(x, dt, A, B, C, D, initial)
+        y = outputs(inputs, scales, entering, layout)
+        ctx.save_for_backward(initial, *inputs)
         ctx.layout = layout
         ctx.set_materialize_grads(False)
         return y, final
@@ -586,9 +530,9 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        x, dt, A, B, C, D, initial = ctx.saved_tensors
-        grads = _gradients(x, dt, A, B, C, D, initial, ctx.layout, dy=dy, dfinal=dfinal)
-        return *grads, None
+        initial, *inputs = ctx.saved_tensors
+        dinitial, *grads = _gradients(tuple(inputs), initial, ctx.layout, dy=dy, dfinal=dfinal)
+        return dinitial, None, *grads
 
 
 class _Ends(torch.autograd.Function):
@@ -608,30 +552,24 @@ class _Ends(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dspans: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         x, dt, A, B = ctx.saved_tensors
-        layout: ChunkTable = ctx.layout
-        dx, ddt, dA, dB, *_ = _gradients(
-            x, dt, A, B, None, None, None, layout, dy=None, dfinal=dfinal
-        )
+        inputs = x, dt, A, B, None, None
+        _, dx, ddt, dA, dB, *_ = _gradients(inputs, None, ctx.layout, dy=None, dfinal=dfinal)
         if dspans is not None:
-            each = dspans.repeat_interleave(layout.lengths, dim=0, output_size=len(dt))
+            each = dspans.repeat_interleave(ctx.layout.lengths, dim=0, output_size=len(dt))
             ddt = each.to(dt.dtype) if ddt is None else ddt + each
         return dx, ddt, dA, dB, None
 
 
 def _gradients(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor | None,
-    D: Tensor | None,
+    inputs: Inputs,
     initial: Tensor | None,
     layout: ChunkTable,
     *,
     dy: Tensor | None,
     dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, dt, A, B, C, D and the initial states."""
+    """The gradients of the initial states, and of the inputs."""
+    x, dt, A, B, C, _ = inputs
     if dy is None and dfinal is None:
         return (None,) * 7
     if dy is not None:
@@ -649,7 +587,5 @@ def _gradients(
         end=initial is not None,
         add=dy is not None,
     )
-    grads = row_gradients(
-        x, dt, A, B, C, D, dy=dy, steps=scales, entering=entering, leaving=leaving, layout=layout
-    )
-    return *grads, dinitial if initial is not None else None
+    grads = row_gradients(inputs, dy, scales, layout, entering=entering, leaving=leaving)
+    return None if initial is None else dinitial, *grads
