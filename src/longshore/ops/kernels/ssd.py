@@ -170,6 +170,32 @@ def _steps_kernel(
 
 
 @triton.jit
+def _scales(steps_at, row, ROWS: tl.constexpr):
+    """dt of each row, the sum of logs up to it in two parts, and the decay from it to the end."""
+    dt = tl.load(steps_at + row)
+    high = tl.load(steps_at + ROWS + row)
+    low = tl.load(steps_at + 2 * ROWS + row)
+    last = tl.load(steps_at + 2 * ROWS - 1)
+    last_low = tl.load(steps_at + 3 * ROWS - 1)
+    return dt, high, low, tl.exp2((last - high) + (last_low - low))
+
+
+@triton.jit
+def _decays(row, high, low):
+    """(Q, Q): the decay from row k to row q, 0 for k > q."""
+    sums = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(tl.where(row[:, None] >= row[None, :], sums, float("-inf")))
+
+
+@triton.jit
+def _chunk(chunks_ptr, groups):
+    """The chunk and the group of a program, the first row of the chunk, and its rows."""
+    chunk = (tl.program_id(0) // groups).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    return chunk, tl.program_id(0) % groups, first, tl.load(chunks_ptr + 2 * chunk + 1)
+
+
+@triton.jit
 def _walk_kernel(
     rows_ptr, keys_ptr, steps_ptr, decay_ptr, initial_ptr, stored_ptr, last_ptr, spans_ptr,
     sequences_ptr, heads, rows_row, rows_head, keys_row, keys_group,
@@ -201,9 +227,7 @@ def _walk_kernel(
         state = tl.load(initial_ptr + ends_at, mask=real, other=0.0)
     span = 0.0
     for step in range(chunks):
-        number = step
-        if BACKWARDS:
-            number = chunks - 1 - step
+        number = chunks - 1 - step if BACKWARDS else step
         of_head = (first_chunk + number) * heads + head
         if STORE:
             at = stored_ptr + of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
@@ -213,25 +237,16 @@ def _walk_kernel(
         added = rest * state
         if ADD:
             steps_at = steps_ptr + of_head * 3 * ROWS
-            high = tl.load(steps_at + ROWS + row)
             if BACKWARDS:
-                weight = tl.exp2(high)
+                weight = tl.exp2(tl.load(steps_at + ROWS + row))
             else:
-                dt = tl.load(steps_at + row)
-                low = tl.load(steps_at + 2 * ROWS + row)
-                last = tl.load(steps_at + 2 * ROWS - 1)
-                last_low = tl.load(steps_at + 3 * ROWS - 1)
-                weight = dt * tl.exp2((last - high) + (last_low - low))
+                dt, _, _, to_end = _scales(steps_at, row, ROWS)
+                weight = dt * to_end
                 span += tl.sum(dt, 0)
-            t = number * ROWS + row
-            values = tl.load(
-                rows_at + t[:, None].to(tl.int64) * rows_row,
-                mask=(t[:, None] < rows) & (p[None, :] < WIDTH), other=0.0,
-            )  # fmt: skip
-            keys = tl.load(
-                keys_at + t[:, None].to(tl.int64) * keys_row,
-                mask=(t[:, None] < rows) & (n[None, :] < STATE), other=0.0,
-            )  # fmt: skip
+            t = (number * ROWS + row)[:, None]
+            of_rows, of_keys = (t < rows) & (p[None, :] < WIDTH), (t < rows) & (n[None, :] < STATE)
+            values = tl.load(rows_at + t.to(tl.int64) * rows_row, mask=of_rows, other=0.0)
+            keys = tl.load(keys_at + t.to(tl.int64) * keys_row, mask=of_keys, other=0.0)
             values = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
             added = tl.dot(tl.trans(keys), values, acc=added, input_precision="ieee")
         state = one * state + added
@@ -249,13 +264,8 @@ def _outputs_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: its heads one after another."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    count = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, count = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < count) & (n[None, :] < STATE)
     of_rows = (row[:, None] < count) & (p[None, :] < WIDTH)
@@ -273,9 +283,7 @@ def _outputs_kernel(
         dt = tl.load(steps_at)
         high = tl.load(steps_at + ROWS)
         low = tl.load(steps_at + 2 * ROWS)
-        sums = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        sums = tl.where(row[:, None] >= row[None, :], sums, float("-inf"))
-        shares = (scores * tl.exp2(sums) * dt[None, :]).to(x.dtype)
+        shares = (scores * _decays(row, high, low) * dt[None, :]).to(x.dtype)
         y = tl.dot(C, state, input_precision="ieee") * tl.exp2(high)[:, None]
         y = tl.dot(shares, x, acc=y, input_precision="ieee")
         if SKIP:
@@ -336,52 +344,52 @@ def row_gradients(
     return dx, ddt.to(dt.dtype), dA_H.to(A.dtype), dB, dC, dD
 
 
+@triton.jit
+def _within(scores, faded, dt, u, v, w, before, row, x, dy, dx):
+    """X; and of a chunk's rows dx, ddt without A·da, and da without e_Q (g·h)."""
+    X = tl.dot(dy, tl.trans(x), input_precision="ieee")
+    terms = X * scores * faded
+    ddt = tl.sum(terms, 0) + v
+    terms = tl.where(row[:, None] > row[None, :], terms * dt[None, :], 0.0)
+    terms = tl.dot(terms.to(x.dtype), before, input_precision="ieee")
+    da = tl.sum(tl.where(row[:, None] >= row[None, :], terms + u[:, None], w), 0)
+    shares = (scores * (faded * dt[None, :])).to(x.dtype)
+    dx = tl.dot(tl.trans(shares), dy, acc=dx, input_precision="ieee")
+    return X, dx, ddt, da
+
+
 @triton.jit(do_not_specialize=["count"])
 def _gradients_kernel(
     x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, steps_ptr, decay_ptr, entering_ptr, leaving_ptr,
     dx_ptr, ddt_ptr, d_scores_ptr, sums_ptr, chunks_ptr, heads, groups, count,
     x_row, x_head, dy_row, dy_head, B_row, B_group, C_row, C_group,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
-    SKIP: tl.constexpr, DY: tl.constexpr,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, SKIP: tl.constexpr, DY: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: its heads one after another."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    rows = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, rows = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < rows) & (n[None, :] < STATE)
     of_rows = (row[:, None] < rows) & (p[None, :] < WIDTH)
     # A chunk of 0 rows fills a table: no state enters or leaves it.
     of_state = (n[:, None] < STATE) & (p[None, :] < WIDTH) & (rows > 0)
-    since = row[:, None] >= row[None, :]
     B = tl.load(B_ptr + t * B_row + group * B_group + n[None, :], mask=of_keys, other=0.0)
     if DY:
         C = tl.load(C_ptr + t * C_row + group * C_group + n[None, :], mask=of_keys, other=0.0)
         scores = tl.dot(C, tl.trans(B), input_precision="ieee")
         d_scores = tl.zeros((ROWS, ROWS), tl.float32)
         before = tl.where(row[:, None] < row[None, :], 1.0, 0.0).to(B.dtype)
-
     for each in range(RATIO):
         head = group * RATIO + each
         of_head = chunk * heads + head
         steps_at = steps_ptr + of_head * 3 * ROWS
-        dt = tl.load(steps_at + row)
-        high = tl.load(steps_at + ROWS + row)
-        low = tl.load(steps_at + 2 * ROWS + row)
-        last = tl.load(steps_at + 2 * ROWS - 1)
-        last_low = tl.load(steps_at + 3 * ROWS - 1)
-        to_end = tl.exp2((last - high) + (last_low - low))
+        dt, high, low, to_end = _scales(steps_at, row, ROWS)
         x = tl.load(x_ptr + t * x_row + head * x_head + p[None, :], mask=of_rows, other=0.0)
         at = of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
         g = tl.load(leaving_ptr + at, mask=of_state, other=0.0)
         h = tl.load(entering_ptr + at, mask=of_state, other=0.0)
         decay = tl.load(decay_ptr + 2 * of_head) + tl.load(decay_ptr + 2 * of_head + 1)
-
         # What goes by the leaving state.
         dx = tl.dot(B, g, input_precision="ieee") * to_end[:, None]
         v = tl.sum(dx * x.to(tl.float32), 1)
@@ -393,32 +401,21 @@ def _gradients_kernel(
             # By the entering state.
             read = tl.dot(C, h, input_precision="ieee")
             u = tl.exp2(high) * tl.sum(read * dy.to(tl.float32), 1)
-            # Within the chunk.
-            differences = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-            faded_dt = tl.exp2(tl.where(since, differences, float("-inf")))
-            X = tl.dot(dy, tl.trans(x), input_precision="ieee")
-            terms = X * scores * faded_dt
-            ddt = tl.sum(terms, 0) + v
-            faded_dt = faded_dt * dt[None, :]
-            d_scores += X * faded_dt
-            terms = tl.where(row[:, None] > row[None, :], terms * dt[None, :], 0.0)
-            terms = tl.dot(terms.to(x.dtype), before, input_precision="ieee")
-            da = tl.sum(tl.where(since, terms + u[:, None], w), 0) + kept
-            shares = (scores * faded_dt).to(x.dtype)
-            dx = tl.dot(tl.trans(shares), dy, acc=dx, input_precision="ieee")
+            faded = _decays(row, high, low)
+            X, dx, ddt, da = _within(scores, faded, dt, u, v, w, before, row, x, dy, dx)
+            d_scores += X * (faded * dt[None, :])
             dD = tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], X, 0.0), 1), 0)
             tl.store(sums_ptr + (count + chunk) * heads + head, dD)
             if SKIP:
                 dx += tl.load(D_ptr + head).to(tl.float32) * dy.to(tl.float32)
         else:
-            da = tl.sum(tl.where(since, 0.0, w), 0) + kept
-            ddt = v
+            da, ddt = tl.sum(tl.where(row[:, None] >= row[None, :], 0.0, w), 0), v
+        da += kept
         ddt += tl.load(A_ptr + head).to(tl.float32) * da
         tl.store(sums_ptr + of_head, tl.sum(da * dt, 0))
         tl.store(ddt_ptr + (first + row) * heads + head, ddt, mask=row < rows)
         at = dx_ptr + (t * heads + head) * WIDTH + p[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=of_rows)
-
     if DY:
         at = (chunk * groups + group) * ROWS * ROWS + row[:, None] * ROWS + row[None, :]
         tl.store(d_scores_ptr + at, d_scores.to(d_scores_ptr.dtype.element_ty))
@@ -428,18 +425,12 @@ def _gradients_kernel(
 def _keys_kernel(
     rows_ptr, states_ptr, steps_ptr, d_scores_ptr, others_ptr, out_ptr, chunks_ptr, heads, groups,
     rows_row, rows_head, others_row, others_group,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
-    OF_C: tl.constexpr, DY: tl.constexpr,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, OF_C: tl.constexpr, DY: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: dC from dy, h and B, or dB from x, g and C."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    count = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, count = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < count) & (n[None, :] < STATE)
     of_rows = (row[:, None] < count) & (p[None, :] < WIDTH)
@@ -449,14 +440,11 @@ def _keys_kernel(
         head = group * RATIO + each
         of_head = chunk * heads + head
         steps_at = steps_ptr + of_head * 3 * ROWS
-        high = tl.load(steps_at + ROWS + row)
         if OF_C:
-            weight = tl.exp2(high)
+            weight = tl.exp2(tl.load(steps_at + ROWS + row))
         else:
-            low = tl.load(steps_at + 2 * ROWS + row)
-            last = tl.load(steps_at + 2 * ROWS - 1)
-            last_low = tl.load(steps_at + 3 * ROWS - 1)
-            weight = tl.load(steps_at + row) * tl.exp2((last - high) + (last_low - low))
+            dt, _, _, to_end = _scales(steps_at, row, ROWS)
+            weight = dt * to_end
         at = rows_ptr + t * rows_row + head * rows_head + p[None, :]
         values = tl.load(at, mask=of_rows, other=0.0)
         at = states_ptr + of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
