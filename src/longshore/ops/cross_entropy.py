@@ -36,7 +36,7 @@ class VocabularyPart:
     start: int
     """The first row, in the whole vocabulary."""
     size: int
-    """Of the whole vocabulary."""
+    """Words of the whole vocabulary."""
     join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """From the log-sum-exp of these rows' logits and the label's logit, 0 if it is not among them,
     both (T), those of all ranks' rows."""

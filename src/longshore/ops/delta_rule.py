@@ -126,7 +126,7 @@ class PreparedDelta:
     faded_q: Tensor
     """(M, H, Q, K): queries with the decay since the chunk's start."""
     dtype: torch.dtype
-    """Of the outputs."""
+    """The dtype of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The transition (S, H, K, K) and the final state from 0 (S, H, K, V) of each sequence."""

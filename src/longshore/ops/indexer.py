@@ -28,7 +28,7 @@ from longshore.ops.sparse_attention import RangeBlock, RowRanges, add_rows_, sum
 
 MOST_ROWS = 64
 MOST_ENTRIES = 512
-"""Of a block, at a time."""
+"""Rows of a block, and entries that it meets at a time."""
 MOST_SCORES = 1 << 25
 """Scores of a block where kernels compute them."""
 MOST_COPIED = 1 << 22

@@ -46,7 +46,7 @@ class RangeBlock:
     """Query rows of one span, with all that some of them sees."""
 
     rows: slice
-    """Of the queries."""
+    """Rows of the queries."""
     near: slice
     """Rows of keys."""
     entries: slice
@@ -170,7 +170,7 @@ def add_rows_(sums: Tensor, index: Tensor, rows: Tensor) -> None:
 
 MOST_ROWS = 128
 MOST_ENTRIES = 512
-"""Of a block, at a time."""
+"""Rows of a block, and entries that it meets at a time."""
 MOST_COPIED = 1 << 22
 """Numbers in the copies of chosen entries for a block, unless one query already has more."""
 
@@ -184,7 +184,7 @@ class VisibleKeys:
     entries: Tensor
     """(E, D)."""
     ranges: RowRanges
-    """Of the rows and entries that each query sees."""
+    """The rows and entries that each query sees."""
     chosen: Tensor | None
     """(T, K), or None for all entries of the range."""
 

@@ -124,7 +124,7 @@ class PreparedSSD:
     direct: Tensor | None
     """(T, H, P): D·x, or None."""
     dtype: torch.dtype
-    """Of the outputs."""
+    """The dtype of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The transition (S, H) and the final state from 0 (S, H, P, N) of each sequence."""

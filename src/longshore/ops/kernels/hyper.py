@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from longshore.ops.kernels.launch import Kernel, power
 
 TOKENS, CHANNELS = 32, 64
-"""Of a program's block in products."""
+"""Tokens and channels of a program's block in products."""
 WIDE = 1024
 """Channels of a program elsewhere."""
 PART_TOKENS, MOST_PARTS = 2048, 32

@@ -261,9 +261,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 ELEMENTS = 2048
-"""Of a block, rows times width."""
+"""Numbers of a block of a gated norm, rows times width."""
 PROGRAMS = 1056
-"""Of the backward: 8 for each of an H200's 132 multiprocessors."""
+"""Programs of its backward: 8 for each of an H200's 132 multiprocessors."""
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, gate_first: bool) -> Tensor:

@@ -43,7 +43,7 @@ def _columns(
     START: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of `first` and of the rest, and which of a table and of the rest there are."""
+    """The columns of a table and of the rest, and which of them there are."""
     turn = tl.arange(0, HALF_BLOCK)[None, :]
     rest = tl.arange(0, REST_BLOCK)[None, :]
     is_rest = rest < WIDTH - 2 * HALF

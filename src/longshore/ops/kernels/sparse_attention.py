@@ -21,12 +21,11 @@ from longshore.ops.kernels.launch import Kernel, power
 from longshore.ops.sparse_attention import RowRanges
 
 HEADS, BACKWARD_HEADS = 64, 32
-"""Of a program, at most: with a width of 512 the queries and gradients of more do not fit into
-shared memory."""
+"""Heads of a program, at most: with a width of 512 more do not fit into shared memory."""
 KEYS = 32
-"""Of a block."""
+"""Keys of a block."""
 PART = 256
-"""Of a head's width, at most."""
+"""Columns of a part of a head's width, at most."""
 
 
 def forward(
