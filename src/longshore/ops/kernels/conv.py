@@ -25,15 +25,9 @@ PARTS = 64
 """Programs that share out the rows in the gradients of taps and bias."""
 
 
-def conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, before: Tensor | None,
-    tables: tuple[Tensor, Tensor, Tensor], activation: bool,
-) -> Tensor:  # fmt: skip
-    """(T, C). tables: since, span, and the first row of each span, then T; int32."""
-    return _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
-
-
 class _Conv(torch.autograd.Function):
+    """(T, C). tables: since, span, and the first row of each span, then T; int32."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
@@ -89,6 +83,9 @@ class _Conv(torch.autograd.Function):
         dweight = total[:taps].t()
         dbias = None if bias is None else total[taps].to(bias.dtype)
         return dx, dweight, dbias, dbefore, None, None
+
+
+conv = _Conv.apply
 
 
 @triton.jit

@@ -31,22 +31,9 @@ PART_TOKENS, MOST_PARTS = 2048, 32
 """Tokens of each part of the weight's gradient, at least; and parts."""
 
 
-def project(rows_TS: Tensor, weight_MS: Tensor, eps: float) -> Tensor:
-    """(T, M) in float32."""
-    return _Project.apply(rows_TS, weight_MS, eps)
-
-
-def collapse(rows_TS: Tensor, pre_TN: Tensor) -> Tensor:
-    """(T, C) in the rows' dtype."""
-    return _Collapse.apply(rows_TS, pre_TN)
-
-
-def expand(output_TC: Tensor, rows_TS: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
-    """(T, N·C) in the rows' dtype."""
-    return _Expand.apply(output_TC, rows_TS, post_TN, mix_TNN)
-
-
 class _Project(torch.autograd.Function):
+    """(T, M) in float32."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, weight = rows.contiguous(), weight.contiguous()
@@ -84,6 +71,8 @@ class _Project(torch.autograd.Function):
 
 
 class _Collapse(torch.autograd.Function):
+    """(T, C) in the rows' dtype."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pre: Tensor) -> Tensor:
         rows, pre = rows.contiguous(), pre.contiguous()
@@ -109,6 +98,8 @@ class _Collapse(torch.autograd.Function):
 
 
 class _Expand(torch.autograd.Function):
+    """(T, N·C) in the rows' dtype."""
+
     @staticmethod
     def forward(ctx: Any, output: Tensor, rows: Tensor, post: Tensor, mix: Tensor) -> Tensor:
         output, rows, post, mix = (x.contiguous() for x in (output, rows, post, mix))
@@ -132,6 +123,9 @@ class _Expand(torch.autograd.Function):
             COUNT=post.shape[1], PADDED=_pairs(post.shape[1]), WIDE=WIDE, num_warps=4,
         )  # fmt: skip
         return grads
+
+
+project, collapse, expand = _Project.apply, _Collapse.apply, _Expand.apply
 
 
 def _pairs(number: int) -> int:
