@@ -277,7 +277,7 @@ def test_the_ops_of_a_cpu_in_two_lines():
         ("attention.attention", ["attention", "attention of MLA"]),
         ("cross_entropy.linear_cross_entropy", ["loss"]),
         ("pointwise.add_norm", ["norm"]),
-        ("rope.norm_rotate", ["rope"]),
+        ("pointwise.norm_rotate", ["rope"]),
         ("pointwise.gated_linear", ["gate"]),
         ("experts.expert_mlp", ["experts"]),
         ("conv.causal_conv", ["convolution"]),

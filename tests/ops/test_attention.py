@@ -134,13 +134,13 @@ class NoSinks:
     """A backend that knows nothing of sinks, whose backward reads the log-sum-exp it is given."""
 
     @staticmethod
-    def forward(q, k, v, **spec):
-        return attention_blocks.forward(q, k, v, **spec)
+    def forward(q, k, v, spec):
+        return attention_blocks.forward_by_blocks(q, k, v, None, spec)
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse, *, scale, **spec):
+    def backward(grad, q, k, v, out, lse, spec):
         """One sequence, as flash kernels do it."""
-        shared = q.shape[1] // k.shape[1]
+        shared, scale = q.shape[1] // k.shape[1], spec.scale
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
@@ -258,12 +258,12 @@ def test_the_cut_into_blocks_does_not_show(monkeypatch):
 
 
 def test_blocks_meet_only_the_keys_they_may_see():
-    sequence = attention_blocks.QueriesAndKeys(slice(10, 1210), slice(0, 1500))
+    sequence = slice(10, 1210), slice(0, 1500)
 
     def cut(window):
         return [
-            (b.rows.start, b.rows.stop, b.keys.start, b.keys.stop)
-            for b in attention_blocks._blocks(sequence, 1, window)
+            (rows.start, rows.stop, keys.start, keys.stop)
+            for rows, keys, _ in attention_blocks._blocks(*sequence, heads=1, window=window)
         ]
 
     assert cut(None) == [(10, 522, 0, 812), (522, 1034, 0, 1324), (1034, 1210, 0, 1500)]

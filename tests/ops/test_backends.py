@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longshore.batch import Boundaries
 from longshore.ops import attention_varlen, backends
+from longshore.ops.attention import AttentionSpec
 from longshore.ops.backends import Backend, chosen, kernels_line, only, pick, use_kernels
 
 
@@ -149,8 +150,8 @@ def test_varlen_calls_its_ops_by_their_schema(window, value_width):
         v = torch.empty(9, 2, value_width, dtype=torch.bfloat16)
         bounds = Boundaries((0, 5), torch.empty(2, dtype=torch.int32), 5)
         key_bounds = Boundaries((0, 9), torch.empty(2, dtype=torch.int32), 9)
-        options = {"bounds": bounds, "key_bounds": key_bounds, "scale": 0.1, "window": window}
-        out, lse = attention_varlen.forward(q, k, v, **options)
+        spec = AttentionSpec(bounds, key_bounds, 0.1, window)
+        out, lse = attention_varlen.forward(q, k, v, spec)
         assert (out.shape, lse.shape, lse.dtype) == ((5, 4, value_width), (4, 5), torch.float32)
-        grads = attention_varlen.backward(out, q, k, v, out, lse, **options)
+        grads = attention_varlen.backward(out, q, k, v, out, lse, spec)
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]

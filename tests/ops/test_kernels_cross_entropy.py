@@ -148,9 +148,10 @@ def test_the_kernels_write_zeros_over_ignored_rows_of_nan():
     kernels._both(logits, labels, nll, dlogits, ignore=-100)
     assert not nll.any()
     assert not dlogits.any()
-    kernels._losses(logits, labels, nll.fill_(torch.nan), lse, ignore=-100)
+    size = {"vocabulary": 70, "ignore": -100, "BLOCK": kernels.BLOCK}
+    kernels._loss_kernel[(2,)](logits, labels, nll.fill_(torch.nan), lse, **size)
     dlogits.fill_(torch.nan)
-    kernels._gradients(logits, labels, lse, torch.ones_like(lse), dlogits, ignore=-100)
+    kernels._gradient_kernel[(2,)](logits, labels, lse, torch.ones_like(lse), dlogits, **size)
     assert not nll.any()
     assert not dlogits.any()
 
@@ -235,7 +236,7 @@ def test_a_step_keeps_its_promise(monkeypatch):
     monkeypatch.setattr(executor, "begin_round", lambda model, **options: None)
     plan = make_plan([9, 5, 3, 12], lanes=1, capacity=16)
     batches = batches_of(plan, make_samples(plan), 0, 2)
-    here, gradients = SimpleNamespace(device=torch.device(DEVICE)), []
+    here, gradients = SimpleNamespace(device=torch.device(DEVICE), tp=1), []
     for module in (kernels, None):
         monkeypatch.setattr(cross_entropy, "pick", lambda *args, module=module: module)
         model = Decoder(deepseek())

@@ -5,20 +5,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.plan.entries import (
+from longshore.plan.shapes import (
     Spans,
+    chunk_pair,
     chunk_spans,
     gathered_entries,
     halo_rows,
     near_rows,
     owned_entries,
+    padded_length,
     pooled_rows,
     positions,
     rows_after_halos,
     visible_entries,
     whole_spans,
 )
-from longshore.plan.shapes import chunk_pair, padded_length
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 RATIOS = st.sampled_from([1, 2, 4, 7])

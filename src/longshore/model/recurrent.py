@@ -68,7 +68,7 @@ from longshore.model.norm_rope import Float32Parameters, NormAfterGate, NormBefo
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv
 from longshore.ops.delta_rule import prepare_heads
-from longshore.ops.ssd import SSD, prepare_ssd
+from longshore.ops.ssd import prepare_ssd
 from longshore.settings import ScanKind
 
 
@@ -260,7 +260,7 @@ class Mamba2Scan:
         per_head: tuple[Tensor, ...],
         *,
         bounds: Bounds | None,
-    ) -> SSD:
+    ) -> Prepared:
         x_THP, B_TGN, C_TGN = parts
         (dt_TH,) = gates
         A_H, dt_bias_H, D_H = per_head

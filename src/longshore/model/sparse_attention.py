@@ -4,7 +4,7 @@ In: hidden states (T, C), the context, the rotary tables. Out: (T, C), and where
 the entries also the sum of its loss over the real tokens. A token has one row of keys, which are
 its values, for all heads; so what a query sums up has the rotations of the tokens it saw, and the
 rotation at the query's own position is taken back after it. How entries are made and who sees them
-is in plan/entries.py.
+is in plan/shapes.py.
 
 The index reads detached rows: its loss trains the index alone, and no other loss reaches it. Its
 loss is the divergence of its scores, as a softmax over the chosen entries, from how much attention
@@ -22,7 +22,7 @@ Tables of a pack that compressed sparse attention reads: who sees what, what an 
 
 In: a pack, a layer's window and ratio, the device. Out: EntryTables, shared by all layers with the
 same window and ratio. The loader makes them on the host (model/host_tables.py); what is missing is
-made here at its first use. The arithmetic is plan/entries.py's.
+made here at its first use. The arithmetic is plan/shapes.py's.
 
 A pack of sequences of 3 and 5 tokens, window 2, ratio 4 with overlapping groups: one entry at
 position 0, made of rows −1 −1 −1 −1 3 4 5 6, which the last two rows see.
@@ -62,7 +62,7 @@ from longshore.ops.indexer import choose, index_loss, pooled
 from longshore.ops.linear import projected, whole_weight
 from longshore.ops.pointwise import rotate
 from longshore.ops.sparse_attention import RowRanges, row_ranges, sparse_attention
-from longshore.plan.entries import (
+from longshore.plan.shapes import (
     Spans,
     chunk_spans,
     gathered_entries,

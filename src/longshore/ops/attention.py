@@ -2,38 +2,18 @@
 
 In: queries (T, H, D), keys (S, K, D), values (S, K, V), where sequences begin and end, and an
 optional window. Out: (T, H, V). Query head h reads key head h·K // H, so K divides H; V may differ
-from D. `attention` is differentiable; `attention_forward` and `attention_backward` are the pair
-underneath, for callers that save less than k and v in between.
-
-Sequence i of the queries attends to sequence i of the keys, and the two are aligned at their end.
-With 2 queries over 5 keys, and with window 3:
+from D. Sequence i of the queries attends to sequence i of the keys, and the two are aligned at
+their end. With 2 queries over 5 keys, and with window 3:
 
     query 0   sees keys 0 1 2 3         with window 3   1 2 3
     query 1   sees keys 0 1 2 3 4       with window 3     2 3 4
 
-Queries of lengths (2, 1) over keys of lengths (5, 1): the last query sees only the last key.
-
-softcap c: a score s becomes c · tanh(s / c). sinks: (H), of each head a score without a key, which
-takes its share of the softmax and adds nothing: with 2 keys of score 0 and a sink of 0, each key
-weighs 1/3. With sinks the log-sum-exp counts them too, so that the backward of kernels which know
-no sinks is right as it is: weights are exp(score − log-sum-exp).
-
-Attention in plain torch: blocks of query rows, each against the keys visible to it.
-
-In and out: as ops/attention.py, without defaults. Works on any device and dtype; half
-precision is computed in float32. Scores of at most MOST_ROWS rows exist at a time, so memory grows
-with a sequence's length, not with its square.
-
-A sequence of 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 see keys 0…811, rows
-512…1023 keys 0…1323, rows 1024…1199 all 1500. With window 100 the second block sees 713…1323.
-
-How a sequence is divided depends only on its own lengths, and its matrices are copied before they
-are multiplied: its result is bitwise the same, whatever it is packed with. The right operand of
-each product is copied in the layout the product reads, for the reason given in ops/linear.py.
-
-A block has all scores of its rows at once, so backward recomputes their softmax and needs no
-statistics from forward. exp(score − lse) would be off by the rounding of lse, 1e-3 in float32 where
-scores are about 1e4.
+Plain torch takes blocks of query rows, each against the keys visible to it: scores of at most
+MOST_ROWS rows exist at a time. 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 see
+keys 0…811, rows 512…1023 keys 0…1323, rows 1024…1199 all 1500. How a sequence is divided depends
+only on its own lengths, and its matrices are copied before they are multiplied: its result is
+bitwise the same, whatever it is packed with. The right operand of each product is copied in the
+layout the product reads, for the reason given in ops/linear.py.
 
 Shapes: n rows of a block, m keys of a sequence, N = H/K · n, the rows of all query heads that share
 a key head.
@@ -41,14 +21,12 @@ a key head.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops import attention as attention_blocks
 from longshore.ops.backends import pick
 from longshore.ops.boundaries import Bounds, offsets_of
 
@@ -62,20 +40,20 @@ class OneSequence:
     longest: int
 
 
-class AttentionSpec(TypedDict):
-    """Which keys each query sees, and the scale of its scores."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """Which keys each query sees, and what becomes of its scores."""
 
     bounds: Bounds
+    """The sequences of the queries."""
     key_bounds: Bounds
+    """The sequences of the keys."""
     scale: float
+    """What scores are multiplied by."""
     window: int | None
-
-
-class ScoreSpec(NamedTuple):
-    """What becomes of the scores, of which not every backend can do all."""
-
+    """Keys that a query sees at most, itself included; None for all before it."""
     softcap: float | None = None
-    sinks: Tensor | None = None
+    """A score s becomes softcap · tanh(s / softcap); not every backend can do that."""
 
 
 def attention(
@@ -93,30 +71,29 @@ def attention(
     """(T, H, V). key_bounds: None if keys have the queries' bounds. scale: 1/√D for None.
 
     window: a token sees itself and the window − 1 before it; None for all before it. Without any
-    bounds the queries are the last T tokens of one sequence of S.
+    bounds the queries are the last T tokens of one sequence of S. softcap c: a score s becomes
+    c · tanh(s / c). sinks: (H), for each head a score without a key, which takes its share of the
+    softmax and adds nothing: with 2 keys of score 0 and a sink of 0, each key weighs 1/3.
     """
     _check_shapes(q_THD, k_SKD, v_SKV)
-    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    out: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, sinks, spec, softcap)  # type: ignore[no-untyped-call]
-    return out
+    spec = _spec(
+        q_THD, k_SKD, sinks,
+        bounds=bounds, key_bounds=key_bounds, scale=scale, window=window, softcap=softcap,
+    )  # fmt: skip
+    return _Attention.apply(q_THD, k_SKD, v_SKV, sinks, spec)
 
 
 def attention_forward(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKV: Tensor,
-    *,
-    bounds: Bounds | None = None,
-    key_bounds: Bounds | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, *, sinks: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The output (T, H, V) and the log-sum-exp of each query's scores (H, T). No autograd."""
+    """The output (T, H, V) and the log-sum-exp of each query's scores (H, T). No autograd.
+
+    For callers that save less than k and v for backward. options: as those of `attention`. The
+    log-sum-exp counts sinks too, so that the backward of kernels which know no sinks is right as it
+    is: weights are exp(score − log-sum-exp).
+    """
     _check_shapes(q_THD, k_SKD, v_SKV)
-    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    return _forward(q_THD, k_SKD, v_SKV, spec, _scores(q_THD, softcap, sinks))
+    return _forward(q_THD, k_SKD, v_SKV, sinks, _spec(q_THD, k_SKD, sinks, **options))
 
 
 def attention_backward(
@@ -127,20 +104,15 @@ def attention_backward(
     out_THV: Tensor,
     lse_HT: Tensor,
     *,
-    bounds: Bounds | None = None,
-    key_bounds: Bounds | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output; sinks_gradient has that of sinks.
 
     No autograd.
     """
-    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    scores = _scores(q_THD, softcap, sinks)
-    return _backward((grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT), spec, scores)
+    spec = _spec(q_THD, k_SKD, sinks, **options)
+    return _backward((grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT), sinks, spec)
 
 
 def sinks_gradient(grad_THV: Tensor, out_THV: Tensor, lse_HT: Tensor, sinks: Tensor) -> Tensor:
@@ -154,71 +126,53 @@ def sinks_gradient(grad_THV: Tensor, out_THV: Tensor, lse_HT: Tensor, sinks: Ten
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        spec: AttentionSpec,
-        softcap: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec
     ) -> Tensor:
-        out, lse = _forward(q, k, v, spec, _scores(q, softcap, sinks))
+        out, lse = _forward(q, k, v, sinks, spec)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.spec, ctx.softcap = spec, softcap
+        ctx.spec = spec
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        scores = ScoreSpec(ctx.softcap, sinks)
-        dq, dk, dv = _backward((grad, q, k, v, out, lse), ctx.spec, scores)
+        dq, dk, dv = _backward((grad, q, k, v, out, lse), sinks, ctx.spec)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, dsinks, None
 
 
 @torch.no_grad()
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, scores: ScoreSpec
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    backend: Any = _backend(q, v, scores)
+    backend = _backend(q, v, spec)
     if backend is None:
-        return attention_blocks.forward(q, k, v, **spec, **scores._asdict())
-    out, lse = backend.forward(q, k, v, **spec)
-    if scores.sinks is None:
+        return forward_by_blocks(q, k, v, sinks, spec)
+    out, lse = backend.forward(q, k, v, spec)
+    if sinks is None:
         return out, lse
-    both_HT = torch.logaddexp(lse, scores.sinks.to(lse.dtype)[:, None])
+    both_HT = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * (lse - both_HT).exp().T[:, :, None]).to(out.dtype), both_HT
 
 
 @torch.no_grad()
 def _backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
     spec: AttentionSpec,
-    scores: ScoreSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """saved: the output's gradient, q, k, v, the output and the log-sum-exp."""
-    _, q, _, v, _, _ = saved
-    backend: Any = _backend(q, v, scores)
+    grad, q, k, v, _, _ = saved
+    backend = _backend(q, v, spec)
     if backend is None:
-        return attention_blocks.backward(*saved, **spec, **scores._asdict())
-    dq, dk, dv = backend.backward(*saved, **spec)
-    return dq, dk, dv
+        return _backward_by_blocks(grad, q, k, v, sinks, spec)
+    return backend.backward(*saved, spec)
 
 
-def _backend(q: Tensor, v: Tensor, scores: ScoreSpec) -> ModuleType | None:
+def _backend(q: Tensor, v: Tensor, spec: AttentionSpec) -> Any:
     # No kernel has a softcap that was tested.
-    return pick("attention", q, v) if scores.softcap is None else None
-
-
-def _scores(q: Tensor, softcap: float | None, sinks: Tensor | None) -> ScoreSpec:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; give a number above 0, or None for no cap")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(
-            f"sinks have the shape {tuple(sinks.shape)}; each of {q.shape[1]} heads has one"
-        )
-    return ScoreSpec(softcap, sinks)
+    return pick("attention", q, v) if spec.softcap is None else None
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -247,24 +201,29 @@ def _shown(shapes: tuple[torch.Size, ...]) -> str:
 def _spec(
     q: Tensor,
     k: Tensor,
-    bounds: Bounds | None,
-    key_bounds: Bounds | None,
-    scale: float | None,
-    window: int | None,
+    sinks: Tensor | None,
+    *,
+    bounds: Bounds | None = None,
+    key_bounds: Bounds | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> AttentionSpec:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a token sees at least itself, so give 1 or more")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; give a number above 0, or None for no cap")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(
+            f"sinks have the shape {tuple(sinks.shape)}; each of {q.shape[1]} heads has one"
+        )
     if bounds is None and key_bounds is None:
-        bounds, key_bounds = _one_sequence(q), _one_sequence(k)
+        key_bounds = _one_sequence(k)
     bounds = bounds or _one_sequence(q)
     key_bounds = key_bounds or bounds
     _check_sequences(offsets_of(bounds, q.shape[0]), offsets_of(key_bounds, k.shape[0]))
-    return {
-        "bounds": bounds,
-        "key_bounds": key_bounds,
-        "scale": q.shape[2] ** -0.5 if scale is None else scale,
-        "window": window,
-    }
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    return AttentionSpec(bounds, key_bounds, scale, window, softcap)
 
 
 def _one_sequence(rows_of: Tensor) -> OneSequence:
@@ -299,152 +258,110 @@ MOST_SCORES = 1 << 24
 """Scores computed at once, over all heads, unless FEWEST_ROWS rows already have more."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueriesAndKeys:
-    """The rows of one sequence among the queries and among the keys."""
-
-    rows: slice
-    keys: slice
+Block = tuple[slice, slice, int]
+"""Some query rows of one sequence: their rows among all queries, the keys of the sequence that some
+row sees, and the key that is the first row's own token."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """A block of query rows of one sequence."""
-
-    rows: slice
-    """In the tensor of all queries."""
-    keys: slice
-    """The keys, of this sequence, that some row sees."""
-    own: int
-    """The key, of this sequence, that is the first row's own token."""
-
-
-def forward(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKV: Tensor,
-    *,
-    bounds: Bounds,
-    key_bounds: Bounds,
-    scale: float,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+def forward_by_blocks(
+    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, sinks: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
-    dtype = _compute_dtype(q_THD)
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
     out_THV = q_THD.new_empty(tokens, heads, v_SKV.shape[2])
     lse_HT = q_THD.new_empty(heads, tokens, dtype=dtype)
-    for sequence in _sequences(bounds, key_bounds):
-        k_KDm, v_KmV = (
-            _transposed(k_SKD[sequence.keys], dtype),
-            _by_head(v_SKV[sequence.keys], dtype),
-        )
-        for block in _blocks(sequence, heads, window):
-            q_KND = _grouped(q_THD[block.rows], k_KDm).mul_(scale)
-            scores_KNm = _block_scores(q_KND, k_KDm, block, window, softcap)
+    for rows, keys in _sequences(spec):
+        k_KDm = _copied(k_SKD[keys].permute(1, 2, 0), dtype)
+        v_KmV = _copied(v_SKV[keys].transpose(0, 1), dtype)
+        for block in _blocks(rows, keys, heads=heads, window=spec.window):
+            q_KND = _grouped(q_THD[block[0]], k_KDm).mul_(spec.scale)
+            scores_KNm = _block_scores(q_KND, k_KDm, block, spec)
             sinks_KN = _sinks(sinks, q_KND)
             probs_KNm = _softmax(scores_KNm, sinks_KN)
-            _put(out_THV, block, probs_KNm @ v_KmV[:, block.keys])
+            _put(out_THV[block[0]], probs_KNm @ v_KmV[:, block[1]])
             # The largest probability is 1 / Σ exp(score − largest score).
             lse_KN = scores_KNm.amax(2) - probs_KNm.amax(2).log()
             if sinks_KN is not None:
                 # A large sink leaves probabilities of 0.
                 lse_KN = torch.logaddexp(scores_KNm.logsumexp(2), sinks_KN)
-            lse_HT[:, block.rows] = lse_KN.view(heads, -1)
+            lse_HT[:, block[0]] = lse_KN.view(heads, -1)
     return out_THV, lse_HT
 
 
-def backward(
+def _backward_by_blocks(
     grad_THV: Tensor,
     q_THD: Tensor,
     k_SKD: Tensor,
     v_SKV: Tensor,
-    out_THV: Tensor,
-    lse_HT: Tensor,
-    *,
-    bounds: Bounds,
-    key_bounds: Bounds,
-    scale: float,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del out_THV, lse_HT
-    dtype = _compute_dtype(q_THD)
+    """The softmax is computed again, from all scores of a block's rows, without the log-sum-exp.
+
+    exp(score − lse) would be off by the rounding of lse, 1e-3 in float32 where scores are about
+    1e4.
+    """
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
     # Keys that no query sees keep a gradient of 0.
     dq_THD, dk_SKD, dv_SKV = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_SKD, v_SKV)
     )
-    for sequence in _sequences(bounds, key_bounds):
-        k_KmD, v_KVm = (
-            _by_head(k_SKD[sequence.keys], dtype),
-            _transposed(v_SKV[sequence.keys], dtype),
-        )
+    for rows, keys in _sequences(spec):
+        k_KmD = _copied(k_SKD[keys].transpose(0, 1), dtype)
+        v_KVm = _copied(v_SKV[keys].permute(1, 2, 0), dtype)
         k_KDm = k_KmD.mT.contiguous()
         dk_KmD, dv_KmV = torch.zeros_like(k_KmD), torch.zeros_like(v_KVm.mT)
-        for block in _blocks(sequence, q_THD.shape[1], window):
-            q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
-            grad_KNV = _grouped(grad_THV[block.rows], k_KmD)
-            scores_KNm = _block_scores(q_KND, k_KDm, block, window, softcap)
+        for block in _blocks(rows, keys, heads=q_THD.shape[1], window=spec.window):
+            block_rows, block_keys, _ = block
+            q_KND = _grouped(q_THD[block_rows], k_KmD).mul_(spec.scale)
+            grad_KNV = _grouped(grad_THV[block_rows], k_KmD)
+            scores_KNm = _block_scores(q_KND, k_KDm, block, spec)
             probs_KNm = _softmax(scores_KNm, _sinks(sinks, q_KND))
-            dv_KmV[:, block.keys] += probs_KNm.mT @ grad_KNV
-            dprobs_KNm = grad_KNV @ v_KVm[:, :, block.keys]
+            dv_KmV[:, block_keys] += probs_KNm.mT @ grad_KNV
+            dprobs_KNm = grad_KNV @ v_KVm[:, :, block_keys]
             dscores_KNm = _softmax_backward(dprobs_KNm, probs_KNm, 2, dtype)
-            if softcap is not None:
-                slope_KNm = (scores_KNm / softcap).square().neg_().add_(1)
+            if spec.softcap is not None:
+                slope_KNm = (scores_KNm / spec.softcap).square().neg_().add_(1)
                 dscores_KNm = torch.where(probs_KNm > 0, dscores_KNm * slope_KNm, 0)
-            dk_KmD[:, block.keys] += dscores_KNm.mT @ q_KND
-            _put(dq_THD, block, (dscores_KNm @ k_KmD[:, block.keys]).mul_(scale))
-        dk_SKD[sequence.keys] = dk_KmD.transpose(0, 1)
-        dv_SKV[sequence.keys] = dv_KmV.transpose(0, 1)
+            dk_KmD[:, block_keys] += dscores_KNm.mT @ q_KND
+            _put(dq_THD[block_rows], (dscores_KNm @ k_KmD[:, block_keys]).mul_(spec.scale))
+        dk_SKD[keys] = dk_KmD.transpose(0, 1)
+        dv_SKV[keys] = dv_KmV.transpose(0, 1)
     return dq_THD, dk_SKD, dv_SKV
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
-def _sequences(bounds: Bounds, key_bounds: Bounds) -> Iterator[QueriesAndKeys]:
-    """The sequences that have queries."""
-    rows, keys = bounds.offsets, key_bounds.offsets
+def _sequences(spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
+    """The rows and the keys of the sequences that have queries."""
+    rows, keys = spec.bounds.offsets, spec.key_bounds.offsets
     for i in range(len(rows) - 1):
         if rows[i] < rows[i + 1]:
-            yield QueriesAndKeys(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1]))
+            yield slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
 
 
-def _blocks(sequence: QueriesAndKeys, heads: int, window: int | None) -> Iterator[RowBlock]:
-    rows, keys = sequence.rows.stop - sequence.rows.start, sequence.keys.stop - sequence.keys.start
-    step = min(MOST_ROWS, max(FEWEST_ROWS, MOST_SCORES // (heads * keys)))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        own = keys - rows + start
+def _blocks(rows: slice, keys: slice, *, heads: int, window: int | None) -> Iterator[Block]:
+    count, key_count = rows.stop - rows.start, keys.stop - keys.start
+    step = min(MOST_ROWS, max(FEWEST_ROWS, MOST_SCORES // (heads * key_count)))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        own = key_count - count + start
         first = 0 if window is None else max(0, own - window + 1)
-        block_rows = slice(sequence.rows.start + start, sequence.rows.start + stop)
-        yield RowBlock(block_rows, slice(first, own + stop - start), own)
+        block_rows = slice(rows.start + start, rows.start + stop)
+        yield block_rows, slice(first, own + stop - start), own
 
 
-def _by_head(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(K, m, D), a copy."""
-    return x_mKD.transpose(0, 1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _transposed(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(K, D, m), a copy."""
-    return x_mKD.permute(1, 2, 0).to(dtype, copy=True, memory_format=torch.contiguous_format)
+def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _grouped(x_nHD: Tensor, like: Tensor) -> Tensor:
     """(K, N, D), a copy in the dtype of `like` (K, …): under each key head its query heads."""
     (rows, heads, width), shared = x_nHD.shape, len(like)
     split_KGnD = x_nHD.reshape(rows, shared, heads // shared, width).permute(1, 2, 0, 3)
-    copied = split_KGnD.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
-    return copied.view(shared, -1, width)
+    return _copied(split_KGnD, like.dtype).view(shared, -1, width)
 
 
-def _put(out_THD: Tensor, block: RowBlock, part_KND: Tensor) -> None:
+def _put(target_nHD: Tensor, part_KND: Tensor) -> None:
     """Writes to where `_grouped` would read."""
-    target_nHD = out_THD[block.rows]
     rows, heads, width = target_nHD.shape
     target_nHD.copy_(part_KND.reshape(heads, rows, width).transpose(0, 1))
 
@@ -463,18 +380,17 @@ def _softmax(scores_KNm: Tensor, sinks_KN: Tensor | None) -> Tensor:
     return torch.cat([scores_KNm, sinks_KN[:, :, None]], 2).softmax(2)[:, :, :-1]
 
 
-def _block_scores(
-    q_KND: Tensor, k_KDm: Tensor, block: RowBlock, window: int | None, softcap: float | None
-) -> Tensor:
+def _block_scores(q_KND: Tensor, k_KDm: Tensor, block: Block, spec: AttentionSpec) -> Tensor:
     """(K, N, keys of the block), −inf where a row does not see the key."""
-    scores_KNm = q_KND @ k_KDm[:, :, block.keys]
-    if softcap is not None:
-        scores_KNm = scores_KNm.div_(softcap).tanh_().mul_(softcap)
-    rows = block.rows.stop - block.rows.start
-    row_n1 = torch.arange(block.own, block.own + rows, device=q_KND.device).unsqueeze(1)
-    key_m = torch.arange(block.keys.start, block.keys.stop, device=q_KND.device)
+    block_rows, keys, own = block
+    scores_KNm = q_KND @ k_KDm[:, :, keys]
+    if spec.softcap is not None:
+        scores_KNm = scores_KNm.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    rows = block_rows.stop - block_rows.start
+    row_n1 = torch.arange(own, own + rows, device=q_KND.device).unsqueeze(1)
+    key_m = torch.arange(keys.start, keys.stop, device=q_KND.device)
     hidden_nm = key_m > row_n1
-    if window is not None:
-        hidden_nm |= key_m <= row_n1 - window
+    if spec.window is not None:
+        hidden_nm |= key_m <= row_n1 - spec.window
     scores_KNm.view(-1, rows, len(key_m)).masked_fill_(hidden_nm, -torch.inf)
     return scores_KNm

@@ -1,19 +1,21 @@
 """Attention by the flash kernels inside torch, for half precision on CUDA.
 
-In and out: as ops/attention.py, without defaults. Nothing is read back from the device:
-lengths reach the kernels as `cu_seqlens` and, on the host, as `longest`.
+In and out: as ops/attention.py, with all options in one AttentionSpec. Nothing is read back from
+the device: lengths reach the kernels as `cu_seqlens` and, on the host, as `longest`.
 
 torch's windows are (left, right): a token and all before it is (−1, 0), window 3 is (2, 0). Queries
 and keys of different lengths are aligned at their end, as in Longshore. Values narrower than the
 queries are padded with zeros, and the output and the gradients cut to their width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.attention.varlen  # registers the ops below
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longshore.ops.boundaries import Bounds
+from longshore.ops.attention import AttentionSpec
 
 _forward_op = torch.ops.torch_attn._varlen_attn.default
 _backward_op = torch.ops.torch_attn._varlen_attn_backward.default
@@ -26,28 +28,11 @@ _GROUPED = {
 
 
 def forward(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKV: Tensor,
-    *,
-    bounds: Bounds,
-    key_bounds: Bounds,
-    scale: float,
-    window: int | None,
+    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     width = q_THD.shape[2]
     out_THD, lse_HT, _ = _forward_op(
-        _rows(q_THD),
-        _rows(k_SKD),
-        _rows(v_SKV, width),
-        bounds.cu_seqlens,
-        key_bounds.cu_seqlens,
-        _longest(bounds),
-        _longest(key_bounds),
-        is_causal=window is None,
-        scale=scale,
-        window_size=_left_right(window),
-        **_GROUPED,
+        _rows(q_THD), _rows(k_SKD), _rows(v_SKV, width), *_lengths(spec), **_mask(spec), **_GROUPED
     )
     return out_THD[..., : v_SKV.shape[2]], lse_HT
 
@@ -59,11 +44,7 @@ def backward(
     v_SKV: Tensor,
     out_THV: Tensor,
     lse_HT: Tensor,
-    *,
-    bounds: Bounds,
-    key_bounds: Bounds,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = q_THD.shape[2]
     dq_THD, dk_SKD, dv_SKD = _backward_op(
@@ -73,15 +54,10 @@ def backward(
         _rows(v_SKV, width),
         _rows(out_THV, width),
         lse_HT.contiguous(),
-        bounds.cu_seqlens,
-        key_bounds.cu_seqlens,
-        _longest(bounds),
-        _longest(key_bounds),
-        is_causal=window is None,
+        *_lengths(spec),
         # The random state of dropout, of which there is none.
         rng_state=torch.zeros(2, dtype=torch.uint64, device=q_THD.device),
-        scale=scale,
-        window_size=_left_right(window),
+        **_mask(spec),
     )
     return dq_THD, dk_SKD, dv_SKD[..., : v_SKV.shape[2]]
 
@@ -105,10 +81,13 @@ def aligned_rows(x_THD: Tensor) -> Tensor:
     return x_THD.clone(memory_format=torch.contiguous_format)
 
 
-def _longest(bounds: Bounds) -> int:
+def _lengths(spec: AttentionSpec) -> tuple[Tensor, Tensor, int, int]:
+    bounds, key_bounds = spec.bounds, spec.key_bounds
     # An upper bound is enough. At 1 the kernel swaps heads and rows in its results.
-    return max(bounds.longest, 2)
+    longest = max(bounds.longest, 2), max(key_bounds.longest, 2)
+    return bounds.cu_seqlens, key_bounds.cu_seqlens, *longest
 
 
-def _left_right(window: int | None) -> list[int]:
-    return [-1, 0] if window is None else [window - 1, 0]
+def _mask(spec: AttentionSpec) -> dict[str, Any]:
+    left = -1 if spec.window is None else spec.window - 1
+    return {"is_causal": spec.window is None, "scale": spec.scale, "window_size": [left, 0]}

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +49,10 @@ class Backend:
     """What must be installed besides torch."""
 
 
+@lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, asked once: pick() is called for every op of every layer."""
-    known = _capabilities.get(device)
-    if known is None:
-        known = _capabilities[device] = torch.cuda.get_device_capability(device)
-    return known
-
-
-_capabilities: dict[torch.device, tuple[int, int]] = {}
+    return torch.cuda.get_device_capability(device)
 
 
 def on_gpu(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
@@ -230,37 +224,33 @@ def _hyper(rows: Tensor, weight: Tensor) -> str | None:
     return _pointwise(rows, weight)
 
 
+def _triton(module: str, refusal: Callable[..., str | None]) -> tuple[Backend, ...]:
+    return (Backend("triton", f"longshore.ops.kernels.{module}", refusal, package="triton"),)
+
+
+_FLASH4, _VARLEN = "longshore.ops.attention_flash4", "longshore.ops.attention_varlen"
+_FLA = "longshore.ops.delta_rule_fla"
 BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "indexer": (Backend("triton", "longshore.ops.kernels.indexer", _indexer, package="triton"),),
-    "sparse attention": (
-        Backend("triton", "longshore.ops.kernels.sparse_attention", _sparse, package="triton"),
-    ),
-    "ssd": (Backend("triton", "longshore.ops.kernels.ssd", _ssd, package="triton"),),
+    "indexer": _triton("indexer", _indexer),
+    "sparse attention": _triton("sparse_attention", _sparse),
+    "ssd": _triton("ssd", _ssd),
     "attention": (
-        Backend(
-            "flash-attn-4", "longshore.ops.attention_flash4", _flash4, package="flash_attn.cute"
-        ),
-        Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
+        Backend("flash-attn-4", _FLASH4, _flash4, package="flash_attn.cute"),
+        Backend("torch varlen", _VARLEN, _varlen),
     ),
-    "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
+    "loss": _triton("cross_entropy", on_gpu),
     "experts": (
-        Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
+        *_triton("experts", _experts),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
     ),
-    "conv": (Backend("triton", "longshore.ops.kernels.conv", _conv, package="triton"),),
-    "delta rule": (
-        Backend(
-            "flash-linear-attention", "longshore.ops.delta_rule_fla", _delta_rule, package="fla"
-        ),
-    ),
-    "gated norm": (Backend("triton", "longshore.ops.kernels.norm", _gated_norm, package="triton"),),
-    "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
-    "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
-    "hyper-connections": (
-        Backend("triton", "longshore.ops.kernels.hyper", _hyper, package="triton"),
-    ),
+    "conv": _triton("conv", _conv),
+    "delta rule": (Backend("flash-linear-attention", _FLA, _delta_rule, package="fla"),),
+    "gated norm": _triton("norm", _gated_norm),
+    "norm": _triton("norm", _norm),
+    "gate": _triton("gate", _pointwise),
+    "hyper-connections": _triton("hyper", _hyper),
     "projections": (Backend("torch in one node", "longshore.ops.linear", on_gpu),),
-    "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
+    "rope": _triton("rope", _rope),
 }
 """By op, in order of preference; where none is left, plain torch."""
 
@@ -268,15 +258,9 @@ _plain = False
 _chosen: dict[str, str] = {}
 
 
-class _Served(NamedTuple):
-    """backends: what BACKENDS had for the op then. name: for chosen()."""
-
-    backends: tuple[Backend, ...]
-    module: ModuleType | None
-    name: str
-
-
-_served: dict[tuple[object, ...], _Served] = {}
+Served = tuple[tuple[Backend, ...], ModuleType | None, str]
+"""What BACKENDS had for an op then, the module that was picked, and its name for chosen()."""
+_served: dict[tuple[object, ...], Served] = {}
 """By op, current device and the tensors' dtypes, shapes and devices; use_kernels forgets all."""
 MOST_SERVED = 10_000
 
@@ -293,23 +277,23 @@ def pick(op: str, *tensors: Tensor) -> ModuleType | None:
         parts = [part for x in tensors for part in (x.dtype, x.shape, x.device)]
         key = (op, torch.cuda.current_device(), *parts)
         known = _served.get(key)
-        if known is None or known.backends is not backends:
+        if known is None or known[0] is not backends:
             if len(_served) >= MOST_SERVED:
                 _served.clear()
             known = _served[key] = _serve(backends, *tensors)
         served = known
-    _chosen[op] = served.name
-    return served.module
+    _, module, _chosen[op] = served
+    return module
 
 
-def _serve(backends: tuple[Backend, ...], *tensors: Tensor) -> _Served:
+def _serve(backends: tuple[Backend, ...], *tensors: Tensor) -> Served:
     refused = []
     for backend in backends:
         why_not = _refusal(backend, *tensors)
         if why_not is None:
-            return _Served(backends, _module(backend.module), backend.name)
+            return backends, importlib.import_module(backend.module), backend.name
         refused.append(f"{backend.name}: {why_not}")
-    return _Served(backends, None, f"plain torch ({'; '.join(refused)})")
+    return backends, None, f"plain torch ({'; '.join(refused)})"
 
 
 def chosen() -> dict[str, str]:
@@ -356,11 +340,6 @@ def _refusal(backend: Backend, *tensors: Tensor) -> str | None:
     if refused is None and backend.package and not is_installed(backend.package):
         return f"{backend.package} is not installed"
     return refused
-
-
-@lru_cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def _interpreted() -> bool:

@@ -1,32 +1,24 @@
-"""Where joined sequences begin and end, and the chunks that a scan cuts them into.
+"""Where joined sequences begin and end, the chunks that a scan cuts them into, and kernels' tables.
 
 In: rows of joined sequences. Out: the protocol `Bounds`, which batch.Boundaries satisfies. Two
 sequences of 3 and 5 tokens have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and
 longest 5. An op that gets None instead treats all rows as one sequence. To an op a sequence is any
 span of rows: a lane's chunks of a longer sequence are sequences too.
 
-Chunks, so that a scan is mostly matrix products. In: the offsets of sequences, rows. Out: chunks of
-Q rows, and the states that enter them. Each sequence is padded to a multiple of Q, so no chunk
-holds two sequences. Chunks are ordered by their number within the sequence, longest sequence first.
-Sequences a of 3 chunks, b of 1 and c of 2:
+Chunks of Q rows make a scan mostly matrix products. Each sequence is padded to a multiple of Q, so
+no chunk holds two sequences. Chunks are ordered by their number within the sequence, longest
+sequence first. Sequences a of 3 chunks, b of 1 and c of 2:
 
     chunks  a0 c0 b0 | a1 c1 | a2        steps (3, 2, 1)
 
 so that a step takes the next slice of the chunks and the first rows of the states.
 
+Tables are made on the host and shared by layers and rounds. The loader makes them ahead
+(model/host_tables.py); one that is missing is made here, at its first use. Boundaries may want
+tables of a fixed size, for CUDA graphs: 73 rows in 3 sequences have at most 73 // 64 + 3 = 4 chunks
+of 64, so each table lists 4, of which some have no rows.
+
 T rows, S sequences; M chunks of Q rows.
-
-Tables of boundaries that kernels read, made on the host; they need neither Triton nor fla.
-
-In: boundaries, rows, the device of the rows. Out: tables that layers and rounds share. The loader
-makes them ahead (model/host_tables.py); one that is missing is made here, at its first use.
-
-The chunks of Mamba2's scan: sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3),
-(3, 64), (67, 6). The spans with rows of the delta rule: of spans of 0, 3 and 70 rows the last two,
-with cu_seqlens 0 3 73 and, in chunks of 64 rows, the chunks (0, 0), (1, 0), (1, 1).
-
-Boundaries may want tables of a fixed size, for CUDA graphs: 73 rows in 3 sequences have at most
-73 // 64 + 3 = 4 chunks, so each table lists 4, of which some have no rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,8 +73,7 @@ def table(bounds: Bounds | None, name: str, make: Callable[[], Made]) -> Made:
         # What inference mode makes autograd cannot save, and the next to read it may train.
         with torch.inference_mode(False):
             tables[name] = make()
-    value: Made = tables[name]
-    return value
+    return tables[name]
 
 
 def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
@@ -91,6 +82,18 @@ def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class PreparedScan(Protocol):
+    """All of a scan that does not depend on the initial states of its sequences."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The transition of each sequence (S, H, …), and its final state from 0."""
+        ...
+
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, H, …), and the final state of each sequence; initial: 0 for None."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,10 +136,8 @@ def chunks(bounds: Bounds | None, rows: int, size: int | None, device: torch.dev
     return table(bounds, f"chunks of {size}", lambda: chunks_of(offsets, size, device=device))
 
 
-def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
-    """The chunks of sequences with these offsets; size: None for the device's default."""
-    if size is None:
-        size = chunk_rows(device)
+def chunks_of(offsets: Sequence[int], size: int, *, device: torch.device) -> Chunks:
+    """The chunks of sequences with these offsets."""
     if size < 1:
         raise ValueError(f"a chunk of {size} rows is not possible; give 1 or more")
     starts = np.asarray(offsets[:-1], dtype=np.int64)
@@ -241,6 +242,7 @@ class ChunkTable:
 
 
 def chunk_table(bounds: Bounds | None, rows: int, device: torch.device) -> ChunkTable:
+    """Sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3), (3, 64), (67, 6)."""
     offsets = offsets_of(bounds, rows)
     most = most_chunks(bounds, SSD_ROWS)
     return table(bounds, f"ssd chunks of {SSD_ROWS}", lambda: _chunk_table(offsets, device, most))
@@ -255,7 +257,7 @@ def most_chunks(bounds: Bounds | None, size: int) -> int | None:
 
 
 def _chunk_table(offsets: tuple[int, ...], device: torch.device, most: int | None) -> ChunkTable:
-    """most: chunks of 0 rows fill the table up to so many."""
+    """most: chunks of 0 rows fill the table up to this many."""
     starts = np.asarray(offsets[:-1], dtype=np.int32)
     lengths = np.asarray(offsets[1:], dtype=np.int32) - starts
     counts = -(-lengths // SSD_ROWS)
@@ -293,6 +295,7 @@ class FilledSpans:
 
 
 def filled_spans(bounds: Bounds | None, rows: int, device: torch.device) -> FilledSpans:
+    """Spans of 0, 3 and 70 rows have cu_seqlens 0 3 73 and the chunks (0, 0), (1, 0), (1, 1)."""
     offsets = offsets_of(bounds, rows)
     most = most_chunks(bounds, DELTA_ROWS)
     name = "delta rule: spans with rows"
@@ -300,19 +303,16 @@ def filled_spans(bounds: Bounds | None, rows: int, device: torch.device) -> Fill
 
 
 def _filled_spans(offsets: tuple[int, ...], device: torch.device, most: int | None) -> FilledSpans:
-    """most: where sizes are fixed, spans without rows stay, and so many chunks are listed.
-
-    A chunk past the end of the first span has no rows.
-    """
+    """most: where sizes are fixed, spans without rows stay, and this many chunks are listed."""
     joints = np.asarray(offsets, dtype=np.int64)
     lengths = joints[1:] - joints[:-1]
     kept = np.flatnonzero(lengths) if most is None else np.arange(len(lengths))
     counts = -(-lengths[kept] // DELTA_ROWS)
     span = np.repeat(np.arange(len(kept)), counts)
     number = np.arange(len(span)) - (np.cumsum(counts) - counts)[span]
-    chunks = _filled(
-        np.stack([span, number], axis=1), (0, int(counts[0]) if len(counts) else 0), most
-    )
+    # A chunk past the end of the first span has no rows.
+    empty = (0, int(counts[0]) if len(counts) else 0)
+    chunks = _filled(np.stack([span, number], axis=1), empty, most)
     ends = np.concatenate([[0], np.cumsum(lengths[kept])])
     return FilledSpans(
         cu_seqlens=to_device(ends.astype(np.int32), device),

@@ -35,18 +35,8 @@ def causal_conv(
     kernels = pick("conv", x_TC, weight_CK)
     if kernels is not None:
         _check_before(before, (len(offsets_of(bounds, len(x_TC))) - 1, taps - 1, x_TC.shape[1]))
-        since, span, starts = _span_tables(bounds, x_TC)
-        y_TC: Tensor = kernels.conv(
-            x_TC,
-            weight_CK,
-            bias_C,
-            since=since,
-            span=span,
-            starts=starts,
-            before=before,
-            activation=activation,
-        )
-        return y_TC
+        tables = _span_tables(bounds, x_TC)
+        return kernels.conv(x_TC, weight_CK, bias_C, before, tables, activation)
     padded, places = _with_halos(x_TC, taps - 1, bounds=bounds, before=before)
     # Entry i of `sums` is the output of row i + taps − 1; those of halos are dropped.
     count = len(padded) - taps + 1

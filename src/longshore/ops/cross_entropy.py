@@ -1,37 +1,20 @@
-"""The output layer fused with its loss, without materialising all logits.
+"""The output layer fused with its loss, or with a function of its logits, never holding all logits.
 
-In: hidden (T, C), the weight of the output layer (V, C), labels (T). Out: the negative
-log-likelihood of each label (T), in float32 (float64 for float64), 0 where the label is `ignore`.
+In: hidden (T, C), the weight of the output layer (V, C), labels (T). Out, in float32 (float64 for
+float64), and 0 where the label is `ignore`: the negative log-likelihood of each label (T), or four
+statistics of each token's distribution (T, 4). `map_logits` is for all else.
 
 Tokens are processed in chunks: the logits of a chunk are computed, used and freed, and recomputed
 in backward. 4096 tokens with a vocabulary of 8192 have 128 MiB of logits; in chunks of 256 tokens 8
 MiB exist at a time. Only a log-sum-exp for each token is saved for backward.
 
-On CUDA kernels read a row of logits once where torch passes over it several times, see
-ops/kernels/cross_entropy.py. For a loss that is a plain sum they compute the gradient in forward.
+Logits 0 and log 3 with label 1 have a loss of −log 3/4 = 0.288, an entropy of 0.562, a log-sum-exp
+of log 4 = 1.386 and a mean of log 3 / 2 = 0.549.
 
 Half precision: products accumulate in float32 and logits are float32; on CUDA the logits' gradient
-is rounded to the inputs' dtype before it is multiplied. The weight's gradient is float32.
-
-Statistics of each token's distribution, from the output layer, without materialising all logits.
-
-In: hidden (T, C), the weight of the output layer (V, C), labels (T), and a temperature that the
-logits are divided by. Out: four numbers for each token (T, 4), in float32 (float64 for float64), 0
-where the label is `ignore`:
-
-    logprob       of the label
-    entropy       −Σ p·log p over the vocabulary
-    logsumexp     of the logits: what z-loss squares
-    mean_logit    over the vocabulary: logsumexp − mean_logit is label smoothing's second term
-
-Logits 0 and log 3 with label 1 give log 3/4 = −0.288, 0.562, log 4 = 1.386 and log 3 / 2 = 0.549.
-
-Chunks are computed, used and freed, and recomputed in backward, as in ops/cross_entropy.py. With
-p the softmax of a row, H its entropy and g the gradients of the four, that of a logit is
-
-    p·(g_logsumexp − g_logprob − g_entropy·(log p + H)) + g_mean/V, and at the label g_logprob more.
-
-`map_logits` is for all else: a function of the logits, called with one chunk after another.
+is rounded to the inputs' dtype before it is multiplied. The weight's gradient is float32. There
+kernels read a row of logits once where torch passes over it several times
+(ops/kernels/cross_entropy.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +36,7 @@ class VocabularyPart:
     start: int
     """The first row, in the whole vocabulary."""
     size: int
-    """Of the whole vocabulary."""
+    """Words of the whole vocabulary."""
     join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """From the log-sum-exp of these rows' logits and the label's logit, 0 if it is not among them,
     both (T), those of all ranks' rows."""
@@ -94,31 +77,38 @@ def linear_cross_entropy(
     vocabulary: the weight's rows are only a part of it. softcap: see OutputLayer. Both by plain
     torch.
     """
-    words = len(weight_VC) if vocabulary is None else vocabulary.size
-    check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
-    dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+    _check_inputs(hidden_TC, weight_VC, labels_T, ignore, vocabulary)
     by_torch = vocabulary is not None or softcap is not None
     kernels = None if by_torch else pick("loss", hidden_TC, weight_VC)
+    if kernels is not None:
+        chunk = _chunk(chunk_tokens, hidden_TC, weight_VC, kernel_logits_chunk)
+        return kernels.linear_loss(
+            hidden_TC, weight_VC, labels_T, chunk_tokens=chunk, ignore=ignore, summed=summed
+        )
+    chunk = _chunk(chunk_tokens, hidden_TC, weight_VC)
+    return _LinearCrossEntropy.apply(
+        hidden_TC, weight_VC, labels_T, chunk, ignore, vocabulary, softcap
+    )
+
+
+def _chunk(
+    chunk_tokens: int | None,
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    default: Callable[[int, int], int] = logits_chunk,
+) -> int:
     if chunk_tokens is None:
-        chunk_of = logits_chunk if kernels is None else kernel_logits_chunk
-        chunk_tokens = chunk_of(len(hidden_TC), len(weight_VC) * dtype.itemsize)
+        dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+        return default(len(hidden_TC), len(weight_VC) * dtype.itemsize)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
-    if kernels is not None:
-        by_kernels: Tensor = kernels.linear_loss(
-            hidden_TC, weight_VC, labels_T, chunk_tokens=chunk_tokens, ignore=ignore, summed=summed
-        )
-        return by_kernels
-    nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore, vocabulary, softcap
-    )
-    return nll_T
+    return chunk_tokens
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -150,29 +140,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T = grad_T.where(keep_T, 0)
         own_T = grad_T.where(is_here_T, 0)
         weight = operand(weight_VC, dtype)
         dhidden_TC = torch.empty_like(hidden_TC) if ctx.needs_input_grad[0] else None
-        dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
+        dweight_VC = _zeros(weight_VC, dtype) if ctx.needs_input_grad[1] else None
         for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
             logits_nV = cap_(product(hidden_nC, weight.T, dtype), ctx.softcap)
             slope_nV = cap_slope(logits_nV, ctx.softcap)
-            dlogits_nV = _dlogits(logits_nV, lse_T[rows], grad_T[rows])
+            # (softmax − 1 at the label) · grad, written over the logits.
+            dlogits_nV = logits_nV.sub_(lse_T[rows, None]).exp_().mul_(grad_T[rows, None])
             dlogits_nV.scatter_add_(1, labels_T[rows, None], -own_T[rows, None])
             if slope_nV is not None:
                 dlogits_nV.mul_(slope_nV)
-            dlogits_nV = dlogits_nV.to(weight.dtype)
-            if dhidden_TC is not None:
-                dhidden_TC[rows] = product(dlogits_nV, weight, dtype)
-            if ctx.needs_input_grad[1]:
-                add_product(dweight_VC, dlogits_nV.T, hidden_nC)
+            _add_gradients(dlogits_nV, weight, (hidden_nC, rows), (dhidden_TC, dweight_VC))
             del logits_nV, slope_nV, dlogits_nV
-        dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
+        dweight = None if dweight_VC is None else dweight_VC.to(weight_VC.dtype)
         return dhidden_TC, dweight, None, None, None, None, None
 
 
@@ -187,11 +174,6 @@ def local_labels(
     start = 0 if vocabulary is None else vocabulary.start
     is_here_T = keep_T & (labels_T >= start) & (labels_T < start + len(weight_VC))
     return keep_T, is_here_T, (labels_T - start).where(is_here_T, 0)
-
-
-def _dlogits(logits_nV: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
-    """softmax · grad, written over the logits; at the label 1 · grad is still to be subtracted."""
-    return logits_nV.sub_(lse_n.unsqueeze(1)).exp_().mul_(grad_n.unsqueeze(1))
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -236,10 +218,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def check_inputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, *, words: int
+def _check_inputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, vocabulary: VocabularyPart | None
 ) -> None:
-    """Refuses shapes, dtypes and labels that do not fit; words: of the whole vocabulary."""
+    """Refuses shapes, dtypes and labels that do not fit."""
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"the shapes are {shapes}; give (tokens, width) and (vocabulary, width)")
@@ -249,6 +231,7 @@ def check_inputs(
         raise ValueError(f"labels are {tuple(labels.shape)}; give one for each row, {shapes}")
     if labels.device.type != "cpu":
         return
+    words = len(weight) if vocabulary is None else vocabulary.size
     wrong = ((labels < 0) | (labels >= words)) & (labels != ignore)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -259,7 +242,9 @@ def check_inputs(
 
 
 STATISTICS = ("logprob", "entropy", "logsumexp", "mean_logit")
-"""The columns, in their order."""
+"""The columns, in their order: of the label; −Σ p·log p over the vocabulary; of the logits, what
+z-loss squares; over the vocabulary, where logsumexp − mean_logit is label smoothing's second term.
+"""
 
 
 def token_statistics(
@@ -273,37 +258,25 @@ def token_statistics(
     vocabulary: VocabularyPart | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """(T, 4): the STATISTICS of each token, 0 at ignored ones, whatever their rows contain."""
-    words = len(weight_VC) if vocabulary is None else vocabulary.size
-    check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
+    """(T, 4): the STATISTICS of each token, 0 at ignored ones, whatever their rows contain.
+
+    temperature: what the logits are divided by. With p the softmax of a row, H its entropy and g
+    the gradients of the four, the gradient of a logit is
+    p·(g_logsumexp − g_logprob − g_entropy·(log p + H)) + g_mean/V, and at the label g_logprob more.
+    """
+    _check_inputs(hidden_TC, weight_VC, labels_T, ignore, vocabulary)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be finite and above 0")
-    values_T4: Tensor = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
-        hidden_TC,
-        weight_VC,
-        labels_T,
-        temperature,
-        _chunk(chunk_tokens, hidden_TC, weight_VC),
-        ignore,
-        vocabulary,
-        softcap,
+    chunk = _chunk(chunk_tokens, hidden_TC, weight_VC)
+    return _TokenStatistics.apply(
+        hidden_TC, weight_VC, labels_T, temperature, chunk, ignore, vocabulary, softcap
     )
-    return values_T4
-
-
-def _chunk(chunk_tokens: int | None, hidden_TC: Tensor, weight_VC: Tensor) -> int:
-    if chunk_tokens is None:
-        dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-        return logits_chunk(len(hidden_TC), len(weight_VC) * dtype.itemsize)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
-    return chunk_tokens
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden_TC: Tensor,
         weight_VC: Tensor,
         labels_T: Tensor,
@@ -347,7 +320,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T4: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T4: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T, entropy_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T4 = grad_T4.where(keep_T.unsqueeze(1), 0) / ctx.temperature
@@ -391,7 +364,7 @@ def _add_gradients(
     dtype = dlogits_nV.dtype
     dlogits_nV = dlogits_nV.to(weight.dtype)
     if dhidden_TC is not None:
-        dhidden_TC[rows] = product(dlogits_nV, weight, dtype).to(dhidden_TC.dtype)
+        dhidden_TC[rows] = product(dlogits_nV, weight, dtype)
     if dweight_VC is not None:
         add_product(dweight_VC, dlogits_nV.T, hidden_nC)
 
@@ -425,16 +398,13 @@ def map_logits(
     def of_capped(logits_nV: Tensor, *rows_n: Tensor) -> Tensor:
         return function(softcapped(logits_nV, softcap), *rows_n)
 
-    mapped: Tensor = _MapLogits.apply(  # type: ignore[no-untyped-call]
-        of_capped, chunk, hidden_TC, weight_VC, *rows
-    )
-    return mapped
+    return _MapLogits.apply(of_capped, chunk, hidden_TC, weight_VC, *rows)
 
 
 class _MapLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         function: OfLogits,
         chunk_tokens: int,
         hidden_TC: Tensor,
@@ -455,7 +425,7 @@ class _MapLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, *rows = ctx.saved_tensors
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         weight = operand(weight_VC, dtype)

@@ -24,8 +24,7 @@ ops/boundaries.py. With one head, K = V = 1, q = k = scale = 1, g = 0 and beta =
 half way to each value: sequences of values 4 8 | 6 give 2 5 | 3.
 """
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Union
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from longshore.ops.backends import pick
 from longshore.ops.boundaries import (
     Bounds,
     Chunks,
+    PreparedScan,
     carry,
     chunks,
     decays,
@@ -43,11 +43,8 @@ from longshore.ops.boundaries import (
 )
 from longshore.ops.linear import product, solve_unit_lower
 
-if TYPE_CHECKING:
-    from longshore.ops.delta_rule_fla import FlaDelta
-
 L2_EPS = 1e-6
-"""Of the length of queries and keys; flash-linear-attention has the same."""
+"""Added to the squared length of queries and keys; flash-linear-attention has the same."""
 
 
 def prepare_heads(
@@ -58,7 +55,7 @@ def prepare_heads(
     beta_TH: Tensor,
     *,
     bounds: Bounds | None = None,
-) -> Union["PreparedDelta", "FlaDelta"]:
+) -> PreparedScan:
     """`prepare_delta` of queries and keys of any length, each head serving H/R value heads."""
 
     def plain() -> PreparedDelta:
@@ -69,10 +66,7 @@ def prepare_heads(
     kernels = pick("delta rule", k_TRK, v_THV)
     if kernels is None:
         return plain()
-    prepared: FlaDelta = kernels.prepare(
-        q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds, make_plain=plain
-    )
-    return prepared
+    return kernels.prepare(q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds, make_plain=plain)
 
 
 def prepare_delta(
@@ -98,43 +92,11 @@ def prepare_delta(
     decay = decays(g)
     return PreparedDelta(
         layout=layout,
-        updates=_solve(k, v, g, beta, decay=decay),
+        updates=_updates(k, v, g, beta, decay=decay),
         scores=product(q, k.mT) * decay,
         faded_q=q * _since_start(g),
         dtype=v_THV.dtype,
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkUpdates:
-    """How each chunk updates its initial state."""
-
-    from_values: Tensor
-    """U, (M, H, Q, V)."""
-    from_state: Tensor
-    """W, (M, H, Q, K)."""
-    faded_k: Tensor
-    """K̂, (M, H, Q, K)."""
-    one: Tensor
-    """(M, H, 1, 1): one + rest is c, see chunks.split_decay."""
-    rest: Tensor
-    """(M, H, 1, 1)."""
-
-    def ends(self, layout: Chunks) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
-        heads, _, values = self.from_values.shape[1:]
-        keys = self.from_state.shape[3]
-        nothing, eye = torch.zeros_like(self.from_state), self.rest.new_ones(keys).diag()
-        # Extra columns that start as the identity and get no values become the transition.
-        start = pad(eye, (values, 0)).expand(layout.sequences, heads, keys, values + keys)
-        wide = replace(self, from_values=torch.cat([self.from_values, nothing], dim=3))
-        final, transition = wide.carried(layout, start)[0].split([values, keys], dim=3)
-        return transition, final
-
-    def carried(self, layout: Chunks, start: Tensor) -> tuple[Tensor, ...]:
-        """Final states of sequences, initial states of chunks (M, H, K, V), and u (M, H, Q, V)."""
-        parts = (self.from_values, self.from_state, self.faded_k, self.one, self.rest)
-        return carry(layout, start, _past_chunk, parts=parts)
 
 
 def _past_chunk(
@@ -157,44 +119,47 @@ class PreparedDelta:
 
     layout: Chunks
     """How the rows are divided into chunks."""
-    updates: ChunkUpdates
-    """How each chunk updates its initial state."""
+    updates: tuple[Tensor, ...]
+    """U (M, H, Q, V), W and K̂ (M, H, Q, K), and c in two parts (M, H, 1, 1), see split_decay."""
     scores: Tensor
     """(M, H, Q, Q)."""
     faded_q: Tensor
     """(M, H, Q, K): queries with the decay since the chunk's start."""
     dtype: torch.dtype
-    """Of the outputs."""
+    """The dtype of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
-        return self.updates.ends(self.layout)
+        """The transition (S, H, K, K) and the final state from 0 (S, H, K, V) of each sequence."""
+        from_values, from_state, *others = self.updates
+        heads, _, values = from_values.shape[1:]
+        keys = from_state.shape[3]
+        nothing, eye = torch.zeros_like(from_state), from_state.new_ones(keys).diag()
+        # Extra columns that start as the identity and get no values become the transition.
+        start = pad(eye, (values, 0)).expand(self.layout.sequences, heads, keys, values + keys)
+        wide = (torch.cat([from_values, nothing], dim=3), from_state, *others)
+        joined = carry(self.layout, start, _past_chunk, parts=wide)[0]
+        final, transition = joined.split([values, keys], dim=3)
+        return transition, final
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, V) and final states (S, H, K, V)."""
-        heads, _, values = self.updates.from_values.shape[1:]
+        heads, _, values = self.updates[0].shape[1:]
         shape = (self.layout.sequences, heads, self.faded_q.shape[3], values)
         start = first_states(initial, shape, like=self.faded_q)
-        final, entering, updates = self.updates.carried(self.layout, start)
+        final, entering, updates = carry(self.layout, start, _past_chunk, parts=self.updates)
         out = product(self.scores, updates) + product(self.faded_q, entering)
         return self.layout.join(out.transpose(1, 2)).to(self.dtype), final
 
 
-def _solve(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> ChunkUpdates:
-    """Solves the triangular systems of chunks (M, H, Q, …)."""
+def _updates(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> tuple[Tensor, ...]:
+    """How chunks (M, H, Q, …) update their initial states: solves their triangular systems."""
     scaled_k = beta[..., None] * k
     system = (product(scaled_k, k.mT) * decay).tril(-1)
     right = torch.cat([beta[..., None] * v, scaled_k * _since_start(g)], dim=-1)
     solution = solve_unit_lower(system, right)
     from_values, from_state = solution.split([v.shape[3], k.shape[3]], dim=-1)
     one, rest = split_decay(g.sum(-1)[..., None, None])
-    return ChunkUpdates(
-        from_values=from_values,
-        from_state=from_state,
-        faded_k=k * decay[..., -1, :, None],
-        one=one,
-        rest=rest,
-    )
+    return from_values, from_state, k * decay[..., -1, :, None], one, rest
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -15,21 +15,20 @@ elsewhere they are tried.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
 from longshore.ops.backends import HOPPER, capability
-from longshore.ops.boundaries import Bounds, filled_spans, first_states, offsets_of
-
-
-class PlainDelta(Protocol):
-    """What plain torch prepares: `PreparedDelta` of ops/delta_rule.py."""
-
-    def ends(self) -> tuple[Tensor, Tensor]: ...
-    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+from longshore.ops.boundaries import (
+    Bounds,
+    PreparedScan,
+    filled_spans,
+    first_states,
+    offsets_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +39,13 @@ class FlaDelta:
     """q and k (T, R, K), v (T, H, V), g and beta (T, H)."""
     bounds: Bounds | None
     """The spans of the rows."""
-    make_plain: Callable[[], PlainDelta]
+    make_plain: Callable[[], PreparedScan]
     """The same by plain torch."""
-    plain: PlainDelta | None = None
+    plain: PreparedScan | None = None
     """Made when transitions are asked for."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each span, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
+        """The transition (S, H, K, K) and the final state from 0 (S, H, K, V) of each span."""
         if self.plain is None:
             self.plain = self.make_plain()
         return self.plain.ends()
@@ -64,13 +63,8 @@ class FlaDelta:
         if initial is not None or dropped:
             states = first_states(initial, shape, like=v_THV)
         entering = states if states is None or not dropped else states.index_select(0, spans.kept)
-        q, k, v, g, beta = (each.unsqueeze(0) for each in self.rows)
         out, final = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
+            *(each.unsqueeze(0) for each in self.rows),
             initial_state=entering,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -91,7 +85,7 @@ def prepare(
     beta_TH: Tensor,
     *,
     bounds: Bounds | None,
-    make_plain: Callable[[], PlainDelta],
+    make_plain: Callable[[], PreparedScan],
 ) -> FlaDelta:
     """All that can be done before the initial states are known, which is nothing."""
     offsets_of(bounds, len(v_THV))
@@ -117,7 +111,7 @@ def fix_configurations() -> None:
                 kernel.configs = [min(kernel.configs, key=_distance)]
 
 
-def _distance(config: Any) -> tuple[int, int]:  # noqa: ANN401
+def _distance(config: Any) -> tuple[int, int]:
     return abs(config.num_warps - WARPS), abs(config.num_stages - STAGES)
 
 

@@ -42,16 +42,8 @@ def expert_mlp(
     order, counts_E, offsets_E = sort_by_expert(ids_TK, len(down_ECF))
     backend: Any = pick("experts", x_TC, gate_up_E2FC, down_ECF)
     mlp = sorted_mlp if backend is None else backend.sorted_mlp
-    y_TC: Tensor = mlp(
-        x_TC,
-        weights_TK,
-        order,
-        offsets_E,
-        gate_up_E2FC=gate_up_E2FC,
-        down_ECF=down_ECF,
-        limit=limit,
-    )
-    return y_TC, counts_E
+    weights = {"gate_up_E2FC": gate_up_E2FC, "down_ECF": down_ECF}
+    return mlp(x_TC, weights_TK, order, offsets_E, **weights, limit=limit), counts_E
 
 
 def sorted_mlp(
@@ -65,13 +57,8 @@ def sorted_mlp(
     limit: float = 0.0,
 ) -> Tensor:
     """(T, C), in plain torch: dispatch, each expert's SwiGLU, combine."""
-    rows_MC = grouped_mlp(
-        dispatch(x_TC, order),
-        offsets_E,
-        gate_up_E2FC=gate_up_E2FC,
-        down_ECF=down_ECF,
-        limit=limit,
-    )
+    weights: dict[str, Any] = {"gate_up_E2FC": gate_up_E2FC, "down_ECF": down_ECF}
+    rows_MC = grouped_mlp(dispatch(x_TC, order), offsets_E, **weights, limit=limit)
     return combine(rows_MC, order, weights_TK)
 
 
@@ -91,13 +78,13 @@ def dispatch(x_TC: Tensor, order: Tensor) -> Tensor:
     """(M, C): for each entry of `order` the row of its token."""
     top_k = len(order) // max(len(x_TC), 1)
     inverse_TK = _inverse(order).view(len(x_TC), top_k)
-    return _take(x_TC, order // max(top_k, 1), inverse_TK)
+    return _Take.apply(x_TC, order // max(top_k, 1), inverse_TK)
 
 
 def combine(rows_MC: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
     """(T, C): for each token the weighted sum of its rows, k by k."""
-    inverse = _inverse(order)
-    rows_TKC = _take(rows_MC, inverse, order[:, None]).view(*weights_TK.shape, -1)
+    rows_MC_by_token = _Take.apply(rows_MC, _inverse(order), order[:, None])
+    rows_TKC = rows_MC_by_token.view(*weights_TK.shape, -1)
     return (rows_TKC * weights_TK[:, :, None]).sum(1).to(rows_MC.dtype)
 
 
@@ -118,11 +105,11 @@ def grouped_mlp(
     product = looped_product if refused else grouped_product
     is_routed = torch.arange(len(x_MC), device=x_MC.device)[:, None] < offsets_E[-1]
     # Rows past the end may be garbage in a grouped product, forward and backward.
-    hidden_M2F = product(_masked(x_MC, is_routed), gate_up_E2FC, offsets_E)
+    hidden_M2F = product(_Mask.apply(x_MC, is_routed), gate_up_E2FC, offsets_E)
     gate_MF, up_MF = hidden_M2F.chunk(2, dim=-1)
     if limit:
         gate_MF, up_MF = clipped(gate_MF, up_MF, limit)
-    return _masked(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), is_routed)
+    return _Mask.apply(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), is_routed)
 
 
 def grouped_product(x_MC: Tensor, weight_EFC: Tensor, offsets_E: Tensor) -> Tensor:
@@ -145,38 +132,30 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(0, order, indices)
 
 
-def _take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """rows[index]; inverse (rows, k) says where each row went. Backward adds in the order of k."""
-    taken: Tensor = _Take.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return taken
-
-
-def _masked(rows_MC: Tensor, mask_M1: Tensor) -> Tensor:
-    """0 where the mask is False, forward and backward, and contiguous in both."""
-    masked: Tensor = _Mask.apply(rows_MC, mask_M1)  # type: ignore[no-untyped-call]
-    return masked
-
-
 class _Take(torch.autograd.Function):
+    """rows[index]; inverse (rows, k) says where each row went. Backward adds in the order of k."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         taken = grad.index_select(0, inverse.flatten())
         return taken.view(*inverse.shape, *grad.shape[1:]).sum(1), None, None
 
 
 class _Mask(torch.autograd.Function):
+    """0 where the mask is False, forward and backward, and contiguous in both."""
+
     @staticmethod
-    def forward(ctx: Any, rows_MC: Tensor, mask_M1: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows_MC: Tensor, mask_M1: Tensor) -> Tensor:
         ctx.save_for_backward(mask_M1)
         return torch.where(mask_M1, rows_MC.contiguous(), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mask_M1,) = ctx.saved_tensors
         return torch.where(mask_M1, grad.contiguous(), 0.0), None

@@ -3,26 +3,16 @@
 In: the indexer's queries (T, H, D), a weight for each of them (T, H), keys of entries (E, D), and
 the ranges of entries that a query may see (ops/sparse_attention.py). The score of an entry is the
 sum over heads of weight · relu(query · key). Out: the best entries of each query, in rising order,
-ties to the lower index; and the divergence of the scores from what the attention did.
+ties to the lower index; and the divergence of the scores from what the attention did. `pooled`
+makes the entries: a softmax over the rows of a group, for each channel.
 
 Of four entries with scores 1, 3, 0, 3 the best three are 0 1 3, and of 2, 2, 2, 0 the best two are
 0 1. With scores 0 and log 3 for the two chosen entries the indexer predicts ¼ and ¾; an attention
 of 0.1 and 0.1 on them is ½ and ½, and the loss of the row ½·log(½/¼) + ½·log(½/¾) = 0.144.
 
-T queries, H heads, D width of a head, E entries, K chosen entries of a query. No T × E matrix
-exists at any time. n queries of a block, e entries that it meets.
-
-Groups of rows pooled into entries: a softmax over the rows of a group, for each channel.
-
-In: values and gates (R, C), a bias (G, C) for the places in a group, and the rows of each group.
-Out: entries (E, C), the weighted sums. Rows 2 and 6 with gates 0 and log 3 give ¼·2 + ¾·6 = 5.
-
-Overlapping groups have rows in G = 2r slots: the first r are the previous group's, of which the
-first half of the channels counts, the last r its own, of which the second half counts. With r = 1
-and rows (1, 2), (3, 4), equal gates give the entries 2 (it has no previous group) and
-(1 + 4) / 2 = 2.5.
-
-R rows, C channels, E entries, G slots of a group.
+T queries, H heads, D width of a head, E entries, K chosen entries of a query; n queries of a block,
+e entries that it meets. No T × E matrix exists at any time. Pooling: R rows, C channels, G slots of
+a group.
 """
 
 from collections.abc import Iterator
@@ -38,7 +28,7 @@ from longshore.ops.sparse_attention import RangeBlock, RowRanges, add_rows_, sum
 
 MOST_ROWS = 64
 MOST_ENTRIES = 512
-"""Of a block, at a time."""
+"""Rows of a block, and entries that it meets at a time."""
 MOST_SCORES = 1 << 25
 """Scores of a block where kernels compute them."""
 MOST_COPIED = 1 << 22
@@ -97,14 +87,12 @@ def index_loss(
             f"chosen is {tuple(chosen_TK.shape)} and mass {tuple(mass_TK.shape)}; both must be "
             f"(rows, entries) with {len(q_THD)} rows"
         )
-    if chosen_TK.numel() and pick("indexer", q_THD, keys_ED) is not None:
-        scores_TK = _ChosenScores.apply(q_THD, weights_TH, keys_ED, chosen_TK)  # type: ignore[no-untyped-call]
+    kernels = pick("indexer", q_THD, keys_ED) if chosen_TK.numel() else None
+    if kernels is not None:
+        scores_TK = _ChosenScores.apply(q_THD, weights_TH, keys_ED, chosen_TK, kernels)
         target_TK = _target(mass_TK.detach(), chosen_TK)
         return _divergence(scores_TK, target_TK, chosen_TK, counted_T)
-    loss: Tensor = _IndexLoss.apply(  # type: ignore[no-untyped-call]
-        q_THD, weights_TH, keys_ED, chosen_TK, mass_TK.detach(), counted_T
-    )
-    return loss
+    return _IndexLoss.apply(q_THD, weights_TH, keys_ED, chosen_TK, mass_TK.detach(), counted_T)
 
 
 def _divergence(
@@ -122,19 +110,19 @@ class _ChosenScores(torch.autograd.Function):
     """(T, K) by kernels."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, chosen: Tensor) -> Tensor:  # noqa: ANN401
-        kernels: Any = pick("indexer", q, keys)
+    def forward(
+        ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, chosen: Tensor, kernels: Any
+    ) -> Tensor:
         ctx.save_for_backward(q, weights, keys, chosen)
         ctx.kernels = kernels
-        scores: Tensor = kernels.chosen_scores(q, weights, keys, chosen)
-        return scores
+        return kernels.chosen_scores(q, weights, keys, chosen)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, weights, keys, chosen = ctx.saved_tensors
         grad = grad.masked_fill(chosen < 0, 0.0)
-        return *ctx.kernels.chosen_gradients(grad, q, weights, keys, chosen), None
+        return *ctx.kernels.chosen_gradients(grad, q, weights, keys, chosen), None, None
 
 
 def _block_scores(q: Tensor, weights: Tensor, keys: Tensor, block: RangeBlock) -> Tensor:
@@ -178,7 +166,7 @@ def _best(scores_ne: Tensor, first_n1: Tensor, stop_n1: Tensor, top_k: int) -> T
 class _IndexLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         weights: Tensor,
         keys: Tensor,
@@ -200,7 +188,7 @@ class _IndexLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, weights, keys, chosen, mass, counted = ctx.saved_tensors
         dtype = torch.promote_types(q.dtype, torch.float32)
         dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
@@ -266,7 +254,12 @@ def pooled(
     """(E, C) in the dtype of values; with overlap (E, C/2), where bias is (r, C).
 
     rows: int32, the rows of each group, −1 for none, which has weight 0. A group without rows gives
-    0. Computed in float32 at least; differentiable in values, gates and bias.
+    0. Rows 2 and 6 with gates 0 and log 3 give ¼·2 + ¾·6 = 5. Computed in float32 at least;
+    differentiable in values, gates and bias.
+
+    overlap: groups have G = 2r slots: the first r are the previous group's, of which the first half
+    of the channels counts, the last r its own, of which the second half counts. With r = 1 and rows
+    (1, 2), (3, 4), equal gates give the entries 2 (it has no previous group) and (1 + 4) / 2 = 2.5.
     """
     _check_pooling(values_RC, gates_RC, bias_GC, rows_EG, overlap)
     if overlap:
@@ -277,15 +270,12 @@ def pooled(
         values_RC, gates_RC = (
             x.reshape(2 * len(x), x.shape[1] // 2) for x in (values_RC, gates_RC)
         )
-    out: Tensor = _Pooled.apply(  # type: ignore[no-untyped-call]
-        values_RC, gates_RC, bias_GC, rows_EG
-    )
-    return out
+    return _Pooled.apply(values_RC, gates_RC, bias_GC, rows_EG)
 
 
 class _Pooled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, gates: Tensor, bias: Tensor, rows: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, values: Tensor, gates: Tensor, bias: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(values, gates, bias, rows)
         dtype = torch.promote_types(values.dtype, torch.float32)
         out_EC = values.new_empty(len(rows), values.shape[1])
@@ -297,7 +287,7 @@ class _Pooled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, gates, bias, rows = ctx.saved_tensors
         dtype = torch.promote_types(values.dtype, torch.float32)
         dvalues, dgates = sums_for(values, dtype), sums_for(gates, dtype)
@@ -311,12 +301,8 @@ class _Pooled(torch.autograd.Function):
             dscores_eGC = values_eGC.sub_(mean_e1C).mul_(weights_eGC).mul_(grad_e1C)
             add_rows_(dgates, rows[block], dscores_eGC)
             dbias += dscores_eGC.sum(0)
-        return (
-            dvalues[:-1].to(values.dtype),
-            dgates[:-1].to(gates.dtype),
-            dbias.to(bias.dtype),
-            None,
-        )
+        dvalues, dgates = dvalues[:-1].to(values.dtype), dgates[:-1].to(gates.dtype)
+        return dvalues, dgates, dbias.to(bias.dtype), None
 
 
 def _blocks(rows_EG: Tensor, width: int) -> Iterator[slice]:

@@ -1,36 +1,22 @@
-"""Linear layers that read the same input, as one node of autograd.
+"""Linear layers that share an input, low-rank factors beside a weight (LoRA), small products.
 
-In: x (T, C) and nn.Linear modules. Out: for each its product (T, F). For q, k and v, with gradients
-g of the outputs and weights w (F, C), backward runs
+`projected`: x (T, C) and nn.Linear modules to each module's product (T, F), as one node of
+autograd. For q, k and v, with gradients g of the outputs and weights w (F, C), backward runs
 
     dx = g_q @ w_q,  dx += g_k @ w_k,  dx += g_v @ w_v         inside the products: nothing to add
 
-where three nodes would write three gradients of x and add them up. Elsewhere, and for modules that
-something else is attached to, each module is called by itself. Low-rank factors are added after.
+where three nodes would write three gradients of x and add them up.
 
-Linear layers with low-rank factors beside their weight (LoRA).
+`adapt` puts factors beside a weight, which keeps its name and its place:
 
-In: x (…, C). Out: x·Wᵀ + bias + scale · (x·Aᵀ)·Bᵀ, with W (F, C), A (R, C) and B (F, R). The weight
-keeps its name and its place; factors are lora.a and lora.b below the module:
-
-    linear = nn.Linear(4, 3)
     adapt(linear, LowRank(4, 3, rank=2, scale=2.0))     linear.lora.a (2, 4), linear.lora.b (3, 2)
-    linear(x)                                           as before, while lora.b is 0
-    whole_weight(linear)                                W + 2·B·A, for those who read the weight
+    linear(x)                                           x·Wᵀ + bias + 2·(x·Aᵀ)·Bᵀ; at first B is 0
 
-With a rank of 8 at width 4096 a row costs 8·(4096 + 4096) products beside 4096·4096, 1/256.
-
-Batched products of small matrices, in a memory layout that is fast on every CPU.
-
-In: (…, n, k) and (…, k, m). Out: (…, n, m), differentiable once. On the CPU torch hands a product
-whose right side is transposed in memory, matrix after matrix, to oneDNN, which on aarch64 is slow
-for small ones: 104 products of 64×16 by 16×64 took 7 ms on a Neoverse N1, and 2 ms with the right
-side copied row by row. Autograd's own backward of a @ b has such a product, so it is written out
-here:
-
-    product(a, b) = a·b        its gradients: grad·bᵀ with bᵀ copied, and aᵀ·grad
-
-On other devices it is a @ b.
+`product` and `solve_unit_lower` are batched, (…, n, k) by (…, k, m). On the CPU torch hands a
+product whose right side is transposed in memory, matrix after matrix, to oneDNN, which on aarch64
+is slow for small ones: 104 products of 64×16 by 16×64 took 7 ms on a Neoverse N1, and 2 ms with the
+right side copied row by row. Autograd's own backward of a @ b has such a product, so it is written
+out here.
 """
 
 from typing import Any
@@ -75,8 +61,7 @@ class AdaptedLinear(nn.Linear):
     lora: LowRank
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.lora(super().forward(x), x)
-        return output
+        return self.lora(super().forward(x), x)
 
 
 def whole_weight(linear: nn.Linear) -> Tensor:
@@ -94,13 +79,13 @@ def adapt(linear: nn.Linear, lora: LowRank, kind: type[nn.Linear] = AdaptedLinea
 
 
 def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-    """linear(x) of each of them."""
+    """linear(x) of each of them; a module with hooks is called by itself."""
     weights = [linear.weight for linear in linears]
     picked = pick("projections", x_TC, *weights)
     if picked is None or x_TC.dim() != 2 or not all(map(_is_bare, linears)):
         return tuple(linear(x_TC) for linear in linears)
     biases = [linear.bias for linear in linears]
-    outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)
     return tuple(
         linear.lora(output, x_TC) if isinstance(linear, AdaptedLinear) else output
         for linear, output in zip(linears, outputs, strict=True)
@@ -117,7 +102,7 @@ def _is_bare(linear: nn.Linear) -> bool:
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         """parameters: all weights, then as many biases."""
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
@@ -131,7 +116,7 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         dx: Tensor | None = None
@@ -153,8 +138,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for operands with the same leading dims."""
     if a.device.type != "cpu":
         return a @ b
-    result: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
-    return result
+    return _Product.apply(a, b)
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -166,19 +150,18 @@ def solve_unit_lower(system: Tensor, right: Tensor) -> Tensor:
     """x of (1 + system)·x = right, for a system that is 0 on and above its diagonal."""
     if system.device.type != "cpu":
         return _solve(system, right)
-    result: Tensor = _Solution.apply(system, right)  # type: ignore[no-untyped-call]
-    return result
+    return _Solution.apply(system, right)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         return a @ by_rows(b)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
         grad = by_rows(grad)
@@ -187,14 +170,14 @@ class _Product(torch.autograd.Function):
 
 class _Solution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, system: Tensor, right: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, system: Tensor, right: Tensor) -> Tensor:
         solution = _solve(system, right)
         ctx.save_for_backward(system, solution)
         return solution
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         system, solution = ctx.saved_tensors
         d_right = torch.linalg.solve_triangular(system.mT, grad, upper=True, unitriangular=True)
         return -(by_rows(d_right) @ by_rows(solution.mT)).tril(-1), d_right
@@ -202,5 +185,4 @@ class _Solution(torch.autograd.Function):
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
     # The ones of the diagonal are implied.
-    solution: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return solution
+    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -1,55 +1,21 @@
-"""RMS norms over the last dim, alone or together with the residual's sum before them.
+"""RMS norms, gates, rotary embeddings and hyper-connections: what layers do between their products.
 
-In: x (…, C), a weight (C), and what is added to x. Out: the sum and its norm, or the norm alone.
-Half precision is normed in float32. `zero_centred`: the scale is 1 + weight, in float32 at least.
+In: rows, and what each is normed, gated or rotated by. Out: rows. Each function asks backends.pick
+for kernels, which read and write every tensor once, and is plain torch otherwise. Half precision is
+computed in float32 and returned as it came. For backward only the inputs are kept.
 
-    rms_norm([3, 4], [1, 1], 0.0)               [0.849, 1.131], since the root mean square is 3.536
-    add_norm([1, 1], [2, 3], [1, 1], 0.0)       ([3, 4], [0.849, 1.131])
+    rms_norm([3, 4], [1, 1], 0.0)             [0.849, 1.131], since the root mean square is 3.536
+    add_norm([1, 1], [2, 3], [1, 1], 0.0)     ([3, 4], [0.849, 1.131])
+    swiglu(1, 2) = silu(1)·2 = 1.462          relu2(−1) = 0, relu2(3) = 9
+    sigmoid_gate(3, 0) = 1.5                  clipped(9, −9, 7) = 7, −7
 
-add_norm may get an x wider than the weight; then the sum is as wide, the norm has the weight's
-dtype. Its two results have one gradient: both paths of a residual are summed in one kernel.
+Rotations take x (T, H, D), and the cosines and sines (T, R) of each token's angles, 2R ≤ D. Dim i
+rotates together with dim i + R, the dims after 2R stay. D = 5, R = 2, angles 90° and 0°:
+(1, 2, 3, 4, 5) becomes (−3, 2, 1, 4, 5); with start=1 the dims 1 to 4 rotate, to (1, −4, 3, 2, 5).
 
-RMS norms with a gate, after or before the norm.
-
-In: rows (…, C), the gate's rows and a weight. Out: the same shape and dtype; half precision is
-normed in float32. With the row [3, 4], a weight of ones and a gate so large that silu(gate) = gate
-= [g, g], norm_after_gate gives [0.849, 1.131] whatever g is, norm_before_gate [0.849·g, 1.131·g].
-
-What feed-forward parts do between their products: SwiGLU and relu2; and sigmoid gates.
-
-In: gate and up (…, F), which may be halves of one tensor. Out: (…, F). For backward only the inputs
-are kept.
-
-    clipped(9, −9, 7) = 7, −7            clipped(−9, 3, 7) = −9, 3
-    swiglu(1, 2) = silu(1)·2 = 1.462     relu2(−1) = 0, relu2(3) = 9     sigmoid_gate(3, 0) = 1.5
-
-`gated_linear` multiplies the result with a weight (C, F) as well: where kernels run, the
-(T, F) product between is computed again in backward and never kept.
-
-The rows of hyper-connections: projected to weights, collapsed into one row, mixed and expanded.
-
-In: rows (T, N·C), N residuals of C channels after each other, and weights of each token. Out: what
-model/hyper_connection.py makes of them; it describes what is computed.
-
-    project     (T, M): the rows divided by their root mean square, times a weight (M, N·C)
-    collapse    (T, C): Σ_n pre_n · x_n                          rows 1 and 3, pre ½ and ½: 2
-    expand      (T, N·C): post_k · output + Σ_n mix_nk · x_n     output 5, post 1, mix ½: 7 and 7
-
-On GPUs kernels read bfloat16 rows as they are. Plain torch makes a copy in float32, which is as
-large as two of the rows and is kept for backward.
-
-Rotary position embeddings: rotates pairs of a head's dims by the angles of a token's position.
-
-In: x (T, H, D), and the cosines and sines (T, R) of each token's angles, 2R ≤ D. Out: x with its
-first 2R dims rotated, dim i together with dim i + R, and the rest unchanged. Computed in float32 at
-least, returned in x's dtype.
-
-D = 5, R = 2, angles 90° and 0°: (1, 2, 3, 4, 5) becomes (−3, 2, 1, 4, 5); the pair (1, 3) rotates
-to (−3, 1). With start=1 the dims 1 to 4 rotate: (1, 2, 3, 4, 5) becomes (1, −4, 3, 2, 5).
-
-`norm_rotate` norms each head before, with one weight (D) for all heads. `rotate_both` and
-`norm_rotate_both` do the same to queries and keys, whose numbers of heads may differ; kernels take
-both at once.
+The rows of hyper-connections (T, N·C) are N residuals of C channels after each other;
+model/hyper_connection.py describes what is computed. Plain torch copies them to float32, and keeps
+that for backward; kernels read bfloat16 rows as they are.
 """
 
 from collections.abc import Callable
@@ -57,28 +23,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import linear
 
 from longshore.ops.backends import pick
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
-    """x, normed and scaled, in x's dtype or in the weight's if that is wider."""
+    """x (…, C), normed and scaled, in x's dtype or in the weight's if that is wider.
+
+    zero_centred: the scale is 1 + weight, in float32 at least.
+    """
     kernels = pick("norm", x, weight_C)
     if kernels is not None:
-        normed: Tensor = kernels.rms_norm(x, weight_C, eps, zero_centred)
-        return normed
+        return kernels.rms_norm(x, weight_C, eps, zero_centred)
     return _rms_norm(x, weight_C, eps, zero_centred)
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight_C: Tensor, eps: float, *, zero_centred: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, or x itself where delta is None; and its norm in the weight's dtype."""
+    """x + delta, or x itself where delta is None; and its norm in the weight's dtype.
+
+    x may be wider than the weight; then the sum is as wide. The two results have one gradient: both
+    paths of a residual are summed in one kernel.
+    """
     kernels = pick("norm", x, weight_C)
     if kernels is not None:
-        both: tuple[Tensor, Tensor] = kernels.add_norm(x, delta, weight_C, eps, zero_centred)
-        return both
+        return kernels.add_norm(x, delta, weight_C, eps, zero_centred)
     total = x if delta is None else x + delta
     return total, _rms_norm(total.to(weight_C.dtype), weight_C, eps, zero_centred)
 
@@ -151,8 +121,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     kernels = pick("gate", gate, up)
     if kernels is not None:
-        output: Tensor = kernels.gated("silu", gate, up)
-        return output
+        return kernels.gated("silu", gate, up)
     return functional.silu(gate) * up
 
 
@@ -165,8 +134,7 @@ def relu2(up: Tensor) -> Tensor:
     """relu(up)²."""
     kernels = pick("gate", up)
     if kernels is not None:
-        output: Tensor = kernels.gated("relu2", None, up)
-        return output
+        return kernels.gated("relu2", None, up)
     return functional.relu(up).square()
 
 
@@ -174,69 +142,73 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """x · sigmoid(gate)."""
     kernels = pick("gate", gate, x)
     if kernels is not None:
-        output: Tensor = kernels.gated("sigmoid", gate, x)
-        return output
+        return kernels.gated("sigmoid", gate, x)
     return x * gate.sigmoid()
 
 
 def gated_linear(gate_TF: Tensor | None, up_TF: Tensor, weight_CF: Tensor) -> Tensor:
-    """(T, C): swiglu(gate, up), or relu2(up) without a gate, times the weight."""
+    """(T, C): swiglu(gate, up), or relu2(up) without a gate, times the weight.
+
+    Kernels compute the (T, F) product between again in backward, and never keep it.
+    """
     kernels = pick("gate", *(x for x in (gate_TF, up_TF, weight_CF) if x is not None))
     if kernels is not None:
-        output_TC: Tensor = kernels.gated_linear(gate_TF, up_TF, weight_CF)
-        return output_TC
+        return kernels.gated_linear(gate_TF, up_TF, weight_CF)
     inner_TF = relu2(up_TF) if gate_TF is None else swiglu(gate_TF, up_TF)
     return functional.linear(inner_TF, weight_CF)
 
 
 def project(rows_TS: Tensor, weight_MS: Tensor, *, eps: float) -> Tensor:
-    """(T, M) in float32 at least. eps: added to the mean square."""
+    """(T, M): the rows divided by their root mean square, times the weight, in float32 at least."""
     kernels = pick("hyper-connections", rows_TS, weight_MS)
     if kernels is not None:
-        projected: Tensor = kernels.project(rows_TS, weight_MS, eps)
-        return projected
-    wide_TS = _wide_rows(rows_TS)
+        return kernels.project(rows_TS, weight_MS, eps)
+    wide_TS = _wide(rows_TS)
     inverse_T1 = torch.rsqrt(wide_TS.square().mean(1, keepdim=True) + eps)
     # Divided afterwards: the same, and one tensor less is kept.
-    return linear(wide_TS, weight_MS.to(wide_TS.dtype)) * inverse_T1
+    return functional.linear(wide_TS, weight_MS.to(wide_TS.dtype)) * inverse_T1
 
 
 def collapse(rows_TS: Tensor, pre_TN: Tensor) -> Tensor:
-    """(T, C), in the rows' dtype."""
+    """(T, C): Σ_n pre_n · x_n, in the rows' dtype. Rows 1 and 3 with pre ½ and ½ give 2."""
     kernels = pick("hyper-connections", rows_TS, pre_TN)
     if kernels is not None:
-        collapsed: Tensor = kernels.collapse(rows_TS, pre_TN)
-        return collapsed
-    rows_TNC = _wide_rows(rows_TS).unflatten(1, (pre_TN.shape[1], -1))
+        return kernels.collapse(rows_TS, pre_TN)
+    rows_TNC = _wide(rows_TS).unflatten(1, (pre_TN.shape[1], -1))
     row_T1C: Tensor = pre_TN[:, None, :] @ rows_TNC
     return row_T1C.sum(1).to(rows_TS.dtype)  # of one row; a view would not do, see `expand`
 
 
 def expand(output_TC: Tensor, rows_TS: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
-    """(T, N·C), in the rows' dtype. mix: from row n to row k."""
+    """(T, N·C): post_k · output + Σ_n mix_nk · x_n, in the rows' dtype."""
     dtype, count = rows_TS.dtype, post_TN.shape[1]
     kernels = pick("hyper-connections", rows_TS, post_TN)
     if kernels is not None:
-        expanded: Tensor = kernels.expand(output_TC.to(dtype), rows_TS, post_TN, mix_TNN)
-        return expanded
+        return kernels.expand(output_TC.to(dtype), rows_TS, post_TN, mix_TNN)
     rows_TNC = rows_TS.unflatten(1, (count, -1))
     added_TNC = post_TN.to(dtype)[:, :, None] * output_TC.to(dtype)[:, None, :]
     mixed_TNC: Tensor = mix_TNN.to(dtype).mT @ rows_TNC
     return added_TNC.flatten(1) + mixed_TNC.flatten(1)  # no view, which FSDP warns of
 
 
-def _wide_rows(rows_TS: Tensor) -> Tensor:
-    return rows_TS.to(torch.promote_types(rows_TS.dtype, torch.float32))
-
-
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, start: int = 0) -> Tensor:
     """x with its dims start … start + 2R rotated."""
-    _check(x_THD, cos_TR, sin_TR, start)
+    _check_tables(x_THD, cos_TR, sin_TR, start)
     kernels = pick("rope", x_THD, cos_TR)
     if kernels is not None:
-        output: Tensor = kernels.rotate(x_THD, cos_TR, sin_TR, start=start)
-        return output
-    return _rotate(x_THD, cos_TR, sin_TR, start)
+        return kernels.rotate(x_THD, None, cos_TR, sin_TR, start=start)[0]
+    half = cos_TR.shape[-1]
+    middle, stop = start + half, start + 2 * half
+    dtype = torch.promote_types(x_THD.dtype, torch.float32)
+    cos_T1R, sin_T1R = cos_TR.to(dtype).unsqueeze(1), sin_TR.to(dtype).unsqueeze(1)
+    first_THR = x_THD[..., start:middle].to(dtype)
+    second_THR = x_THD[..., middle:stop].to(dtype)
+    parts = (
+        (first_THR * cos_T1R - second_THR * sin_T1R).to(x_THD.dtype),
+        (second_THR * cos_T1R + first_THR * sin_T1R).to(x_THD.dtype),
+        x_THD[..., stop:],
+    )
+    return torch.cat(parts if not start else (x_THD[..., :start], *parts), dim=2)
 
 
 def norm_rotate(
@@ -248,25 +220,24 @@ def norm_rotate(
     *,
     zero_centred: bool = False,
 ) -> Tensor:
-    """rotate(rms_norm(x)); see ops/pointwise.py."""
-    _check(x_THD, cos_TR, sin_TR, 0)
+    """rotate(rms_norm(x)), with one weight (D) for all heads."""
+    _check_tables(x_THD, cos_TR, sin_TR, 0)
     kernels = pick("rope", x_THD, cos_TR, weight_D)
     if kernels is not None:
-        output: Tensor = kernels.norm_rotate(x_THD, weight_D, eps, cos_TR, sin_TR, zero_centred)
-        return output
+        weights = weight_D, None
+        return kernels.norm_rotate(x_THD, None, weights, eps, cos_TR, sin_TR, zero_centred)[0]
     return rotate(rms_norm(x_THD, weight_D, eps, zero_centred=zero_centred), cos_TR, sin_TR)
 
 
 def rotate_both(
     q_THD: Tensor, k_TKD: Tensor, cos_TR: Tensor, sin_TR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """rotate(q), rotate(k)."""
+    """rotate(q), rotate(k), whose numbers of heads may differ: one kernel for both."""
     kernels = pick("rope", q_THD, cos_TR)
     if kernels is None or not _alike(q_THD, k_TKD):
         return rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
-    _check(q_THD, cos_TR, sin_TR, 0)
-    both: tuple[Tensor, Tensor] = kernels.rotate_both(q_THD, k_TKD, cos_TR, sin_TR)
-    return both
+    _check_tables(q_THD, cos_TR, sin_TR, 0)
+    return kernels.rotate(q_THD, k_TKD, cos_TR, sin_TR)
 
 
 def norm_rotate_both(
@@ -287,11 +258,8 @@ def norm_rotate_both(
             for x_THD, weight_D in zip((q_THD, k_TKD), weights, strict=True)
         )
         return q, k
-    _check(q_THD, cos_TR, sin_TR, 0)
-    both: tuple[Tensor, Tensor] = kernels.norm_rotate_both(
-        q_THD, k_TKD, weights, eps, cos_TR, sin_TR, zero_centred
-    )
-    return both
+    _check_tables(q_THD, cos_TR, sin_TR, 0)
+    return kernels.norm_rotate(q_THD, k_TKD, weights, eps, cos_TR, sin_TR, zero_centred)
 
 
 def _alike(q: Tensor, k: Tensor) -> bool:
@@ -299,26 +267,11 @@ def _alike(q: Tensor, k: Tensor) -> bool:
     return q.dtype == k.dtype and q.shape[::2] == k.shape[::2]
 
 
-def _check(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> None:
+def _check_tables(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> None:
     tokens, _, width = x_THD.shape
-    half, room = cos_TR.shape[-1], width - start
-    if cos_TR.shape != (tokens, half) or sin_TR.shape != cos_TR.shape or 2 * half > room:
+    half, most = cos_TR.shape[-1], (width - start) // 2
+    if cos_TR.shape != (tokens, half) or sin_TR.shape != cos_TR.shape or half > most:
         raise ValueError(
             f"x is {tuple(x_THD.shape)}, the tables are {tuple(cos_TR.shape)} and "
-            f"{tuple(sin_TR.shape)}; they need x's {tokens} rows and at most {room // 2} columns"
+            f"{tuple(sin_TR.shape)}; they need x's {tokens} rows and at most {most} columns"
         )
-
-
-def _rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> Tensor:
-    half = cos_TR.shape[-1]
-    middle, stop = start + half, start + 2 * half
-    dtype = torch.promote_types(x_THD.dtype, torch.float32)
-    cos_T1R, sin_T1R = cos_TR.to(dtype).unsqueeze(1), sin_TR.to(dtype).unsqueeze(1)
-    first_THR = x_THD[..., start:middle].to(dtype)
-    second_THR = x_THD[..., middle:stop].to(dtype)
-    parts = (
-        (first_THR * cos_T1R - second_THR * sin_T1R).to(x_THD.dtype),
-        (second_THR * cos_T1R + first_THR * sin_T1R).to(x_THD.dtype),
-        x_THD[..., stop:],
-    )
-    return torch.cat(parts if not start else (x_THD[..., :start], *parts), dim=2)

@@ -1,46 +1,15 @@
-"""Slow references of the ops, written to be read: one sequence at a time, plain autograd.
+"""Slow twins of the ops, written to be read: one sequence at a time, differentiable by autograd.
 
-Attention sequence by sequence, with a full mask: the twin of ops/attention.py.
-
-In and out: as there, differentiable by plain autograd. With 2 queries over 3 keys the mask is
-[1 1 0], [1 1 1]; with window 2 it is [1 1 0], [0 1 1].
-
-The twin of ops/conv.py: sequence by sequence, row by row, tap by tap.
-
-Cross entropy from the full logits: the twin of ops/cross_entropy.py.
-
-In and out: as there. Logits [0, 0] with label 1 give −log ½ = 0.693.
-
-The twin of ops/delta_rule.py: sequence by sequence, token by token.
-
-The twin of ops/experts.py: row by row, expert by expert.
-
-The indexer's choice and loss, query by query: the twin of ops/indexer.py.
-
-In and out: as there. Of the scores 1, 3, 3, 2 the two best are those of the entries 1 and 2.
-
-Pooled groups of rows, entry by entry: the twin of ops/indexer.py.
-
-In and out: as there, differentiable by plain autograd. Rows 2 and 6 with equal gates give 4.
-
-Rotary position embeddings as a product of complex numbers: the twin of ops/pointwise.py.
-
-In and out: as there. (1, 3) is 1 + 3i; rotated by 90°, times i, it is −3 + 1i.
-
-Sparse attention with a full mask, query by query: the twin of ops/sparse_attention.py.
-
-In and out: as there, differentiable by plain autograd. A query that sees one row, with score 0 and
-a sink of 0, takes half of that row: exp(0) / (exp(0) + exp(0)).
-
-The twin of ops/ssd.py: sequence by sequence, token by token.
-
-Statistics of tokens from the full logits: the twin of ops/cross_entropy.py.
-
-In and out: as there. Logits [0, 0] with label 1 give −log 2, log 2, log 2 and 0.
+In and out: as the function of the same name in ops/. Attention of 2 queries over 3 keys has the
+mask [1 1 0], [1 1 1], with window 2 [1 1 0], [0 1 1]. Logits [0, 0] with label 1 give a loss of
+−log ½ = 0.693. A rotation is a product of complex numbers: (1, 3) is 1 + 3i; by 90°, times i, it is
+−3 + 1i. Of the scores 1, 3, 3, 2 the two best are those of the entries 1 and 2. Rows 2 and 6 with
+equal gates are pooled to 4.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,29 +20,8 @@ from longshore.ops.boundaries import Bounds, offsets_of
 from longshore.ops.sparse_attention import RowRanges
 
 
-def attention(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKV: Tensor,
-    *,
-    bounds: Bounds | None = None,
-    key_bounds: Bounds | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return attention_forward(
-        q_THD,
-        k_SKD,
-        v_SKV,
-        bounds=bounds,
-        key_bounds=key_bounds,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )[0]
+def attention(q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, **options: Any) -> Tensor:
+    return attention_forward(q_THD, k_SKD, v_SKV, **options)[0]
 
 
 def attention_forward(

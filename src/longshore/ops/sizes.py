@@ -11,7 +11,7 @@ CHUNK_ROWS = 64
 CPU_CHUNK_ROWS = 32
 """On a CPU: half the work inside the chunks, in products that are small but as fast."""
 LOGITS_SHARE = 16
-"""The loss cuts its tokens into at least so many chunks."""
+"""The loss cuts its tokens into at least this many chunks."""
 LOGITS_BYTES = 512 << 20
 """The most bytes of logits in such a chunk, unless LOGITS_TOKENS tokens already have more.
 
@@ -26,11 +26,11 @@ KERNEL_LOGITS_ROWS = 256
 """With kernels more tokens than these are cut into at least two chunks, of multiples of these."""
 
 EXPANDED_BYTES = 4 << 30
-"""Of keys, values and their gradients that MLA makes of latents at a time: so many heads."""
+"""The most bytes of keys, values and their gradients that MLA makes of latents at a time."""
 
 
 def expanded_values(key: int, product: int, value: int) -> int:
-    """Of a row and head in MLA's backward: product with the weight, keys, gradients of all."""
+    """Numbers of a row and head in MLA's backward: product with the weight, keys, gradients."""
     return 2 * product + 2 * key + value
 
 

@@ -1,41 +1,14 @@
 """Attention over a window of rows and compressed entries, one head of keys for all queries.
 
 In: queries (T, H, D), rows (R, D) and entries (E, D) that are keys and values at once, a logit for
-each head that counts in the denominator alone (sink), and the ranges of what each query sees
-(ops/sparse_attention.py). Out: (T, H, D), and if wanted the attention on each chosen entry, summed
-over the heads. Differentiable in q, near, entries and sinks.
+each head that counts in the denominator alone (sink), and the ranges of what each query sees. Out:
+(T, H, D), and if wanted the attention on each chosen entry, summed over the heads. A query with
+scores 0 for two near rows 1 and 3 and one entry 4, and a sink of 0, gives (1 + 3 + 4) / 4 = 2, and
+a mass of ¼ on the entry. With the entry not chosen it gives 4/3.
 
-A query with scores 0 for two near rows 1 and 3 and one entry 4, and a sink of 0, gives
-(1 + 3 + 4) / 4 = 2, and a mass of ¼ on the entry. With the entry not chosen it gives 4/3.
-
-T queries, H heads, D width of a head, R rows, E entries, K chosen entries of a query. No T × R or
-T × E matrix exists at any time.
-
-Sparse attention in plain torch: blocks of query rows, each against what it sees.
-
-In and out: as ops/sparse_attention.py, without autograd. Works on any device and dtype; half
-precision is computed in float32. A block lies in one span of the ranges, so its result is bitwise
-the same, whatever it is packed with.
-
-A block meets the rows near it as one slice, then its entries, MOST_ENTRIES at a time, or the chosen
-ones, which are copied for each query. A running softmax joins them: from the sink s on, it has the
-largest score so far, the sum of exp(score − largest) and the sum of the rows with these weights.
-128 queries with window 128 meet 255 near rows; at the end of a sequence of 65,536 tokens with ratio
-128 they then meet 512 entries. With 512 chosen entries of width 512, 16 queries are a block.
-
-Backward recomputes the weights from the largest score and the sum, which are saved apart: the
-rounding of their log-sum-exp would show where scores are large.
-
-Shapes: n queries of a block, m rows that it meets.
-
-Which rows and which compressed entries each query of sparse attention sees.
-
-In: sequences, a window, a ratio. Out: `RowRanges`, a table of the boundaries: on the device for
-kernels, and on the host so that plain torch can divide the queries into blocks without asking the
-device. A query at position p of its sequence sees the tokens max(0, p − window + 1)…p and the
-entries j < (p + 1) // ratio, where entry j stands for the tokens j·ratio…j·ratio + ratio − 1.
-
-Sequences of 5 and 2 tokens, window 3, ratio 2; the first has the entries 0 and 1, the second 2:
+A query at position p of its sequence sees the tokens max(0, p − window + 1)…p and the entries
+j < (p + 1) // ratio, where entry j stands for the tokens j·ratio…j·ratio + ratio − 1. Sequences of
+5 and 2 tokens, window 3, ratio 2; the first has the entries 0 and 1, the second 2:
 
     row              0  1  2  3  4 | 5  6
     near_first       0  0  0  1  2 | 5  5
@@ -43,14 +16,13 @@ Sequences of 5 and 2 tokens, window 3, ratio 2; the first has the entries 0 and 
     entry_first      0  0  0  0  0 | 2  2
     entry_count      0  1  1  2  2 | 0  1
 
-With ratio 0 there are no entries. T query rows.
+Plain torch takes blocks of queries: first the rows near a block, as one slice, then its entries,
+MOST_ENTRIES at a time, or the chosen ones, copied for each query. A running softmax joins them, so
+no T × R or T × E matrix exists at any time. A block lies in one span of the ranges, so its result
+is bitwise the same, whatever it is packed with.
 
-Rows read and added to by index, where −1 stands for no row.
-
-In: rows (R, D), an index of any shape. Out: (…, D), 0 for −1. Of the rows 5, 7 the index [1, −1, 0]
-reads 7, 0, 5; adding 1, 2, 3 there to zeros gives 3, 1.
-
-What belongs to −1 touches no row, not even if it is NaN.
+T queries, H heads, D width of a head, R rows, E entries, K chosen entries of a query, −1 for none;
+n queries of a block, m rows that it meets.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +46,7 @@ class RangeBlock:
     """Query rows of one span, with all that some of them sees."""
 
     rows: slice
-    """Of the queries."""
+    """Rows of the queries."""
     near: slice
     """Rows of keys."""
     entries: slice
@@ -98,8 +70,7 @@ class RowRanges:
     host: NDArray[np.int32]
     """(4, T): the four again, on the host."""
     offsets: tuple[int, ...]
-    """Where spans of query rows begin and end: blocks lie inside one, so no sequence's result
-    depends on what it is packed with."""
+    """Where spans of query rows begin and end: blocks lie inside one."""
 
     def __len__(self) -> int:
         return int(self.host.shape[1])
@@ -126,10 +97,7 @@ class RowRanges:
             )
 
     def blocks(self, rows_at_once: Callable[[int], int]) -> Iterator[RangeBlock]:
-        """Blocks of at most rows_at_once(largest entry_count of the span) rows of a span.
-
-        So how a span is divided depends on the span alone.
-        """
+        """Blocks of at most rows_at_once(largest entry_count of the span) rows of a span."""
         first, stop, entry, count = self.host
         for start, end in pairwise(self.offsets):
             most_rows = rows_at_once(int(count[start:end].max(initial=0)))
@@ -174,7 +142,7 @@ def _union(first: NDArray[np.int32], stop: NDArray[np.int32]) -> slice:
 
 
 def take_rows(x_RD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """(…, D): a copy of the rows in this dtype."""
+    """(…, D): a copy of the rows in this dtype, 0 for −1."""
     if not len(x_RD):
         return x_RD.new_zeros(*index.shape, x_RD.shape[1], dtype=dtype)
     rows = x_RD.index_select(0, index.clamp(min=0).flatten()).to(dtype)
@@ -187,7 +155,10 @@ def sums_for(x_RD: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_rows_(sums: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Adds rows (…, D) to those of `sums_for` that the index names, in a fixed order."""
+    """Adds rows (…, D) to those of `sums_for` that the index names, in a fixed order.
+
+    What belongs to −1 touches no row, not even if it is NaN.
+    """
     flat = torch.where(index < 0, len(sums) - 1, index).flatten()
     rows = rows.reshape(len(flat), -1)
     if sums.device.type == "cpu":
@@ -199,7 +170,7 @@ def add_rows_(sums: Tensor, index: Tensor, rows: Tensor) -> None:
 
 MOST_ROWS = 128
 MOST_ENTRIES = 512
-"""Of a block, at a time."""
+"""Rows of a block, and entries that it meets at a time."""
 MOST_COPIED = 1 << 22
 """Numbers in the copies of chosen entries for a block, unless one query already has more."""
 
@@ -213,7 +184,7 @@ class VisibleKeys:
     entries: Tensor
     """(E, D)."""
     ranges: RowRanges
-    """Of the rows and entries that each query sees."""
+    """The rows and entries that each query sees."""
     chosen: Tensor | None
     """(T, K), or None for all entries of the range."""
 
@@ -253,8 +224,8 @@ class KeyPart:
     """(m, D) for all queries of the block, or (n, m, D), for each its own."""
     hidden_nm: Tensor
     """Which of them a query does not see."""
-    place: slice | Tensor
-    """Where they lie among the near rows or the entries; an index (n, m): among the entries."""
+    index: slice | Tensor
+    """Their rows among the near rows or the entries; a tensor (n, m): among the entries."""
     is_near: bool = True
 
     def scores(self, q_nHD: Tensor) -> Tensor:
@@ -276,30 +247,21 @@ class KeyPart:
         return weights_nHm.flatten(0, 1).T @ q_nHD.flatten(0, 1)
 
     def add_to(self, dnear: Tensor, dentries: Tensor, grad: Tensor) -> None:
-        if isinstance(self.place, Tensor):
-            add_rows_(dentries, self.place, grad)
+        if isinstance(self.index, Tensor):
+            add_rows_(dentries, self.index, grad)
         else:
-            (dnear if self.is_near else dentries)[self.place] += grad
+            (dnear if self.is_near else dentries)[self.index] += grad
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attended:
-    """The result of forward, and what backward needs of it."""
-
-    out: Tensor
-    """(T, H, D)."""
-    top: Tensor
-    """(T, H): the largest score of each query, the sink included."""
-    total: Tensor
-    """(T, H): Σ exp(score − largest), the sink included."""
-    mass: Tensor | None
-    """(T, K): Σ over heads of the weight of each chosen entry."""
-
-
-def forward(
+def _forward(
     q_THD: Tensor, sinks_H: Tensor, keys: VisibleKeys, *, scale: float, needs_mass: bool
-) -> Attended:
-    dtype = compute_dtype(q_THD)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The output, each query's largest score (T, H), Σ exp(score − largest) (T, H), and the mass.
+
+    Both count the sink. They are saved apart: the rounding of their log-sum-exp would show where
+    scores are large.
+    """
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     top_TH, total_TH = (q_THD.new_empty(q_THD.shape[:2], dtype=dtype) for _ in range(2))
     mass_TK = None
@@ -316,34 +278,35 @@ def forward(
             fading_nH = (before_nH - top_nH).exp_()
             total_nH = total_nH * fading_nH + weights_nHm.sum(2)
             sum_nHD = sum_nHD.mul_(fading_nH[:, :, None]).add_(part.weighted(weights_nHm))
-            if mass_TK is not None and isinstance(part.place, Tensor):
+            if mass_TK is not None and isinstance(part.index, Tensor):
                 # The last part: its weights are relative to the final largest score.
                 mass_nk = weights_nHm.div_(total_nH[:, :, None]).sum(1)
                 mass_TK[block.rows, : mass_nk.shape[1]] = mass_nk
         out_THD[block.rows] = sum_nHD.div_(total_nH[:, :, None])
         top_TH[block.rows], total_TH[block.rows] = top_nH, total_nH
-    return Attended(out_THD, top_TH, total_TH, mass_TK)
+    return out_THD, top_TH, total_TH, mass_TK
 
 
-def backward(
+def _backward(
     grad_THD: Tensor,
     q_THD: Tensor,
     sinks_H: Tensor,
     keys: VisibleKeys,
-    attended: Attended,
+    attended: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, near, entries and sinks."""
-    dtype = compute_dtype(q_THD)
+    """The gradients of q, near, entries and sinks; attended: what `_forward` returned first."""
+    out_THD, top_TH, total_TH = attended
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
     dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     dnear, dentries = (sums_for(x, dtype) for x in (keys.near, keys.entries))
     dsinks_H = torch.zeros_like(sinks_H, dtype=dtype)
     for block in keys.blocks():
         q_nHD = _copied(q_THD, block.rows, dtype).mul_(scale)
         grad_nHD = _copied(grad_THD, block.rows, dtype)
-        top_nH, total_nH = attended.top[block.rows], attended.total[block.rows]
-        mean_nH = (grad_nHD * attended.out[block.rows]).sum(2)
+        top_nH, total_nH = top_TH[block.rows], total_TH[block.rows]
+        mean_nH = (grad_nHD * out_THD[block.rows]).sum(2)
         dsinks_H -= ((sinks_H - top_nH).exp_() / total_nH).mul_(mean_nH).sum(0)
         dq_nHD = torch.zeros_like(q_nHD)
         for part in keys.parts(block, dtype):
@@ -355,16 +318,8 @@ def backward(
             drows += part.weighted_queries(probs_nHm, grad_nHD)
             part.add_to(dnear, dentries, drows)
         dq_THD[block.rows] = dq_nHD.mul_(scale)
-    return (
-        dq_THD,
-        dnear[:-1].to(keys.near.dtype),
-        dentries[:-1].to(keys.entries.dtype),
-        dsinks_H.to(sinks_H.dtype),
-    )
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    dnear, dentries = dnear[:-1].to(keys.near.dtype), dentries[:-1].to(keys.entries.dtype)
+    return dq_THD, dnear, dentries, dsinks_H.to(sinks_H.dtype)
 
 
 def _copied(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -395,16 +350,15 @@ def sparse_attention(
     """
     _check(q_THD, near_RD, entries_ED, sinks_H, chosen_TK)
     ranges.check(len(q_THD), len(near_RD), len(entries_ED))
-    out: tuple[Tensor, Tensor | None] = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+    return _SparseAttention.apply(
         q_THD, near_RD, entries_ED, sinks_H, chosen_TK, ranges, scale, needs_mass
     )
-    return out
 
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         near: Tensor,
         entries: Tensor,
@@ -416,32 +370,30 @@ class _SparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.ranges, ctx.scale = ranges, scale
         kernels = ctx.kernels = pick("sparse attention", q, near, entries)
+        options: dict[str, Any] = {"scale": scale, "needs_mass": needs_mass}
         if kernels is not None:
-            options = {"scale": scale, "needs_mass": needs_mass}
-            out, lse, mass = kernels.forward(q, sinks, near, entries, chosen, ranges, **options)
-            ctx.save_for_backward(q, near, entries, sinks, chosen, out, lse, None)
-            if mass is not None:
-                ctx.mark_non_differentiable(mass)
-            return out, mass
-        keys = VisibleKeys(near, entries, ranges, chosen)
-        done = forward(q, sinks, keys, scale=scale, needs_mass=needs_mass)
-        ctx.save_for_backward(q, near, entries, sinks, chosen, done.out, done.top, done.total)
-        if done.mass is not None:
-            ctx.mark_non_differentiable(done.mass)
-        return done.out, done.mass
+            out, top, mass = kernels.forward(q, sinks, near, entries, chosen, ranges, **options)
+            total = None  # top is the log-sum-exp
+        else:
+            keys = VisibleKeys(near, entries, ranges, chosen)
+            out, top, total, mass = _forward(q, sinks, keys, **options)
+        ctx.save_for_backward(q, near, entries, sinks, chosen, out, top, total)
+        if mass is not None:
+            ctx.mark_non_differentiable(mass)
+        return out, mass
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _mass: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor, _mass: Tensor | None) -> tuple[Tensor | None, ...]:
         q, near, entries, sinks, chosen, out, top, total = ctx.saved_tensors
         if ctx.kernels is not None:
             grads = ctx.kernels.backward(
                 grad, q, sinks, near, entries, chosen, ctx.ranges, out, top, scale=ctx.scale
             )
-            return *grads, None, None, None, None
-        keys = VisibleKeys(near, entries, ctx.ranges, chosen)
-        done = Attended(out, top, total, None)
-        return *backward(grad, q, sinks, keys, done, scale=ctx.scale), None, None, None, None
+        else:
+            keys = VisibleKeys(near, entries, ctx.ranges, chosen)
+            grads = _backward(grad, q, sinks, keys, (out, top, total), scale=ctx.scale)
+        return *grads, None, None, None, None
 
 
 def _check(q: Tensor, near: Tensor, entries: Tensor, sinks: Tensor, chosen: Tensor | None) -> None:

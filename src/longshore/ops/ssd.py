@@ -19,7 +19,6 @@ of Q rows, laid out as in ops/boundaries.py.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from longshore.ops.backends import pick
 from longshore.ops.boundaries import (
     Bounds,
     Chunks,
+    PreparedScan,
     carry,
     chunks,
     decays,
@@ -58,18 +58,6 @@ def ssd(
     return prepared.run(initial)
 
 
-class SSD(Protocol):
-    """A scan that waits for its initial states."""
-
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
-        ...
-
-    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs (T, H, P) and final states (S, H, P, N)."""
-        ...
-
-
 def prepare_ssd(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -80,7 +68,7 @@ def prepare_ssd(
     D_H: Tensor | None = None,
     bounds: Bounds | None = None,
     chunk: int | None = None,
-) -> SSD:
+) -> PreparedScan:
     """The part of `ssd` that does not depend on the initial states.
 
     chunk: rows of a chunk in plain torch; kernels have their own, and run only for None.
@@ -93,8 +81,7 @@ def prepare_ssd(
         )
     kernels = pick("ssd", x_THP, B_TGN) if chunk is None else None
     if kernels is not None:
-        scan: SSD = kernels.prepare(x_THP, dt_TH, A_H, B_TGN, C_TGN, D=D_H, bounds=bounds)
-        return scan
+        return kernels.prepare(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, bounds)
     layout = chunks(bounds, rows, chunk, x_THP.device)
     dtype = torch.promote_types(x_THP.dtype, torch.float32)
     dt, A = dt_TH.to(dtype), A_H.to(dtype)
@@ -137,10 +124,10 @@ class PreparedSSD:
     direct: Tensor | None
     """(T, H, P): D·x, or None."""
     dtype: torch.dtype
-    """Of the outputs."""
+    """The dtype of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
+        """The transition (S, H) and the final state from 0 (S, H, P, N) of each sequence."""
         final = self._carried(None)[0]
         return _total_decay(self.layout, self.log_decay.flatten(1)), final.flatten(1, 2)
 

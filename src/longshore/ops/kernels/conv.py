@@ -25,34 +25,14 @@ PARTS = 64
 """Programs that share out the rows in the gradients of taps and bias."""
 
 
-def conv(
-    x_TC: Tensor,
-    weight_CK: Tensor,
-    bias_C: Tensor | None,
-    *,
-    since: Tensor,
-    span: Tensor | None,
-    starts: Tensor,
-    before: Tensor | None,
-    activation: bool,
-) -> Tensor:
-    """(T, C). starts: the first row of each span, then T, int32."""
-    tables = (since, since if span is None else span, starts)
-    out: Tensor = _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
-    return out
-
-
 class _Conv(torch.autograd.Function):
+    """(T, C). tables: since, span, and the first row of each span, then T; int32."""
+
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        before: Tensor | None,
-        tables: tuple[Tensor, ...],
-        activation: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
+        tables: tuple[Tensor, ...], activation: bool,
+    ) -> Tensor:  # fmt: skip
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -62,30 +42,17 @@ class _Conv(torch.autograd.Function):
         y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         grid = (blocks(rows, ROWS), blocks(channels, CHANNELS))
         _conv_forward[grid](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if before is None else before,
-            since,
-            span,
-            y,
-            rows,
-            channels,
-            x.stride(0),
-            TAPS=weight.shape[1],
-            BIAS=bias is not None,
-            BEFORE=before is not None,
-            SILU=activation,
-            ROWS=ROWS,
-            CHANNELS=CHANNELS,
-        )
+            x, weight, x if bias is None else bias, x if before is None else before, since, span, y,
+            rows, channels, x.stride(0), TAPS=weight.shape[1], BIAS=bias is not None,
+            BEFORE=before is not None, SILU=activation, ROWS=ROWS, CHANNELS=CHANNELS,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, before, *tables)
         ctx.activation = activation
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, before, since, span, starts = ctx.saved_tensors
         rows, channels = x.shape
         taps = weight.shape[1]
@@ -95,28 +62,11 @@ class _Conv(torch.autograd.Function):
         dpre = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
         sums = torch.empty(parts, taps + 1, channels, dtype=torch.float32, device=x.device)
         _backward_sums[(parts, columns)](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if before is None else before,
-            since,
-            span,
-            grad,
-            dpre,
-            sums,
-            rows,
-            channels,
-            x.stride(0),
-            grad.stride(0),
-            blocks(tiles, parts),
-            TAPS=taps,
-            SLOTS=1 << taps.bit_length(),
-            BIAS=bias is not None,
-            BEFORE=before is not None,
-            SILU=ctx.activation,
-            ROWS=ROWS,
-            CHANNELS=CHANNELS,
-        )
+            x, weight, x if bias is None else bias, x if before is None else before, since, span,
+            grad, dpre, sums, rows, channels, x.stride(0), grad.stride(0), blocks(tiles, parts),
+            TAPS=taps, SLOTS=1 << taps.bit_length(), BIAS=bias is not None,
+            BEFORE=before is not None, SILU=ctx.activation, ROWS=ROWS, CHANNELS=CHANNELS,
+        )  # fmt: skip
         dx = dbefore = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
@@ -133,6 +83,9 @@ class _Conv(torch.autograd.Function):
         dweight = total[:taps].t()
         dbias = None if bias is None else total[taps].to(bias.dtype)
         return dx, dweight, dbias, dbefore, None, None
+
+
+conv = _Conv.apply
 
 
 @triton.jit

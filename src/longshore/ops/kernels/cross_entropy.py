@@ -16,6 +16,7 @@ same, what comes out is NaN. Only labelled tokens matter there.
 A label outside the vocabulary gives NaN: a kernel cannot raise an error.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,29 +44,25 @@ def linear_loss(
     """The loss of each token; summed: all labelled tokens will get the same gradient."""
     some = hidden_TC.requires_grad or weight_VC.requires_grad
     function = _SummedLoss if summed and some and torch.is_grad_enabled() else _TwoPassLoss
-    nll_T: Tensor = function.apply(
-        hidden_TC, weight_VC, labels_T.contiguous(), chunk_tokens, ignore
-    )
-    return nll_T
+    return function.apply(hidden_TC, weight_VC, labels_T.contiguous(), chunk_tokens, ignore)
 
 
 class _TwoPassLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        hidden_TC: Tensor,
-        weight_VC: Tensor,
-        labels_T: Tensor,
-        chunk_tokens: int,
+        ctx: Any, hidden_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, chunk_tokens: int,
         ignore: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         keep_T = labels_T != ignore
         nll_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=torch.float32) for _ in range(2))
         weight = operand(weight_VC, torch.float32)
         for rows in chunks(len(hidden_TC), chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], torch.float32)
             logits_nV = product(hidden_nC, weight.T, torch.float32)
-            _losses(logits_nV, labels_T[rows], nll_T[rows], lse_T[rows], ignore=ignore)
+            _loss_kernel[(len(logits_nV),)](
+                logits_nV, labels_T[rows], nll_T[rows], lse_T[rows], logits_nV.shape[1], ignore,
+                BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
             # Otherwise the next chunk's logits would be allocated next to these.
             del logits_nV
         ctx.save_for_backward(hidden_TC, weight_VC, labels_T, lse_T)
@@ -74,55 +71,47 @@ class _TwoPassLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TC, weight_VC, labels_T, lse_T = ctx.saved_tensors
-        keep_T = labels_T != ctx.ignore
         grad_T = grad_T.contiguous()
-        weight = operand(weight_VC, torch.float32)
-        total = _Gradients(hidden_TC, weight_VC, ctx.needs_input_grad)
-        for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
-            hidden_nC = masked(hidden_TC[rows], keep_T[rows], torch.float32)
-            logits_nV = product(hidden_nC, weight.T, torch.float32)
-            dlogits_nV = torch.empty_like(logits_nV, dtype=weight.dtype)
-            _gradients(
-                logits_nV, labels_T[rows], lse_T[rows], grad_T[rows], dlogits_nV, ignore=ctx.ignore
-            )
-            del logits_nV
-            total.add(rows, dlogits_nV, hidden_nC, weight)
-            del dlogits_nV
-        dweight_VC = None if total.weight is None else total.weight.to(weight_VC.dtype)
-        return total.hidden, dweight_VC, None, None, None
+
+        def write(rows: slice, logits_nV: Tensor, dlogits_nV: Tensor) -> None:
+            """(softmax − 1 at the label) · grad."""
+            _gradient_kernel[(len(logits_nV),)](
+                logits_nV, labels_T[rows], lse_T[rows], grad_T[rows], dlogits_nV,
+                logits_nV.shape[1], ctx.ignore, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+
+        keep_T, needed = labels_T != ctx.ignore, ctx.needs_input_grad
+        dhidden_TC, dweight_VC = _gradients(
+            hidden_TC, weight_VC, keep_T, needed, chunk_tokens=ctx.chunk_tokens, write=write
+        )
+        dweight_VC = None if dweight_VC is None else dweight_VC.to(weight_VC.dtype)
+        return dhidden_TC, dweight_VC, None, None, None
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        hidden_TC: Tensor,
-        weight_VC: Tensor,
-        labels_T: Tensor,
-        chunk_tokens: int,
+        ctx: Any, hidden_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, chunk_tokens: int,
         ignore: int,
-    ) -> Tensor:
-        keep_T = labels_T != ignore
+    ) -> Tensor:  # fmt: skip
         nll_T = hidden_TC.new_empty(len(hidden_TC), dtype=torch.float32)
-        weight = operand(weight_VC, torch.float32)
-        total = _Gradients(hidden_TC, weight_VC, ctx.needs_input_grad)
-        for rows in chunks(len(hidden_TC), chunk_tokens):
-            hidden_nC = masked(hidden_TC[rows], keep_T[rows], torch.float32)
-            logits_nV = product(hidden_nC, weight.T, torch.float32)
-            dlogits_nV = torch.empty_like(logits_nV, dtype=weight.dtype)
+
+        def write(rows: slice, logits_nV: Tensor, dlogits_nV: Tensor) -> None:
             _both(logits_nV, labels_T[rows], nll_T[rows], dlogits_nV, ignore=ignore)
-            del logits_nV
-            total.add(rows, dlogits_nV, hidden_nC, weight)
-            del dlogits_nV
-        ctx.save_for_backward(keep_T, total.hidden, total.weight)
+
+        keep_T, needed = labels_T != ignore, ctx.needs_input_grad
+        gradients = _gradients(
+            hidden_TC, weight_VC, keep_T, needed, chunk_tokens=chunk_tokens, write=write
+        )
+        ctx.save_for_backward(keep_T, *gradients)
         ctx.weight_dtype = weight_VC.dtype
         return nll_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         keep_T, hidden_TC, weight_VC = ctx.saved_tensors
         common = _common(grad_T, keep_T)
         dhidden_TC = dweight_VC = None
@@ -136,20 +125,34 @@ class _SummedLoss(torch.autograd.Function):
         return dhidden_TC, dweight_VC, None, None, None
 
 
-class _Gradients:
-    """What the chunks add up to: the hidden states' gradient by rows, the weight's in float32."""
+def _gradients(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    keep_T: Tensor,
+    needed: tuple[bool, ...],
+    *,
+    chunk_tokens: int,
+    write: Callable[[slice, Tensor, Tensor], None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the hidden states and of the weight, the latter in float32, where needed.
 
-    def __init__(self, hidden_TC: Tensor, weight_VC: Tensor, needed: tuple[bool, ...]) -> None:
-        self.hidden = torch.empty_like(hidden_TC) if needed[0] else None
-        self.weight = (
-            weight_VC.new_zeros(weight_VC.shape, dtype=torch.float32) if needed[1] else None
-        )
-
-    def add(self, rows: slice, dlogits_nV: Tensor, hidden_nC: Tensor, weight_VC: Tensor) -> None:
-        if self.hidden is not None:
-            self.hidden[rows] = product(dlogits_nV, weight_VC, torch.float32)
-        if self.weight is not None:
-            add_product(self.weight, dlogits_nV.T, hidden_nC)
+    write(rows, logits, dlogits): fills in the gradient of a chunk's logits.
+    """
+    weight = operand(weight_VC, torch.float32)
+    dhidden_TC = torch.empty_like(hidden_TC) if needed[0] else None
+    dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=torch.float32) if needed[1] else None
+    for rows in chunks(len(hidden_TC), chunk_tokens):
+        hidden_nC = masked(hidden_TC[rows], keep_T[rows], torch.float32)
+        logits_nV = product(hidden_nC, weight.T, torch.float32)
+        dlogits_nV = torch.empty_like(logits_nV, dtype=weight.dtype)
+        write(rows, logits_nV, dlogits_nV)
+        del logits_nV
+        if dhidden_TC is not None:
+            dhidden_TC[rows] = product(dlogits_nV, weight, torch.float32)
+        if dweight_VC is not None:
+            add_product(dweight_VC, dlogits_nV.T, hidden_nC)
+        del dlogits_nV
+    return dhidden_TC, dweight_VC
 
 
 def _common(grad_T: Tensor, keep_T: Tensor) -> Tensor:
@@ -161,52 +164,14 @@ def _common(grad_T: Tensor, keep_T: Tensor) -> Tensor:
     return low.where(low == high, torch.zeros_like(low).where(low > high, torch.nan))
 
 
-def _losses(
-    logits_nV: Tensor, labels_n: Tensor, nll_n: Tensor, lse_n: Tensor, *, ignore: int
-) -> None:
-    """Writes the loss and the log-sum-exp of each row."""
-    _loss_kernel[(len(logits_nV),)](
-        logits_nV, labels_n, nll_n, lse_n, logits_nV.shape[1], ignore, BLOCK=BLOCK, num_warps=WARPS
-    )
-
-
-def _gradients(
-    logits_nV: Tensor,
-    labels_n: Tensor,
-    lse_n: Tensor,
-    grad_n: Tensor,
-    dlogits_nV: Tensor,
-    *,
-    ignore: int,
-) -> None:
-    """Writes (softmax − 1 at the label) · grad."""
-    _gradient_kernel[(len(logits_nV),)](
-        logits_nV,
-        labels_n,
-        lse_n,
-        grad_n,
-        dlogits_nV,
-        logits_nV.shape[1],
-        ignore,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-
-
 def _both(
     logits_nV: Tensor, labels_n: Tensor, nll_n: Tensor, dlogits_nV: Tensor, *, ignore: int
 ) -> None:
     """Writes the loss of each row and softmax − 1 at the label."""
     _both_kernel[(len(logits_nV),)](
-        logits_nV,
-        labels_n,
-        nll_n,
-        dlogits_nV,
-        logits_nV.shape[1],
-        ignore,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+        logits_nV, labels_n, nll_n, dlogits_nV, logits_nV.shape[1], ignore,
+        BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
 
 
 # A chunk may begin at any row: whether its pointer is aligned must not compile another kernel.

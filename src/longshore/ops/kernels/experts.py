@@ -49,16 +49,15 @@ def sorted_mlp(
     limit: float = 0.0,
 ) -> Tensor:
     """(T, C): the weighted sum over each token's experts, in x's dtype."""
-    out: Tensor = _SortedMLP.apply(
+    return _SortedMLP.apply(
         x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF, limit or math.inf
     )
-    return out
 
 
 class _SortedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x_TC: Tensor,
         weights_TK: Tensor,
         order: Tensor,
@@ -83,7 +82,7 @@ class _SortedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, order, inverse, offsets, hidden, gate_up, down = ctx.saved_tensors
         wants_x, wants_weights, _, _, wants_gate_up, wants_down, _ = ctx.needs_input_grad
         dx = dgate_up = ddown = None
@@ -128,16 +127,9 @@ def _spread(x_TC: Tensor, inverse_TK: Tensor, offsets_E: Tensor) -> Tensor:
     rows_MC = x_TC.new_empty(inverse_TK.numel(), width)
     block = min(SPREAD_BLOCK, triton.next_power_of_2(width))
     _spread_kernel[tokens, triton.cdiv(width, block)](
-        x_TC,
-        rows_MC,
-        inverse_TK,
-        offsets_E,
-        WIDTH=width,
-        TOP_K=inverse_TK.shape[1],
-        EXPERTS=len(offsets_E),
-        BLOCK=block,
-        num_warps=4,
-    )
+        x_TC, rows_MC, inverse_TK, offsets_E,
+        WIDTH=width, TOP_K=inverse_TK.shape[1], EXPERTS=len(offsets_E), BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return rows_MC
 
 
@@ -148,16 +140,9 @@ def _sum_rows(rows_MC: Tensor, inverse_TK: Tensor, offsets_E: Tensor) -> Tensor:
     y_TC = rows_MC.new_empty(tokens, width)
     block = min(SUM_BLOCK, triton.next_power_of_2(width))
     _sum_rows_kernel[tokens, triton.cdiv(width, block)](
-        rows_MC,
-        y_TC,
-        inverse_TK,
-        offsets_E,
-        WIDTH=width,
-        TOP_K=top_k,
-        EXPERTS=len(offsets_E),
-        BLOCK=block,
-        num_warps=4,
-    )
+        rows_MC, y_TC, inverse_TK, offsets_E,
+        WIDTH=width, TOP_K=top_k, EXPERTS=len(offsets_E), BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return y_TC
 
 
@@ -169,17 +154,9 @@ def _activate(
     inner_MF = hidden_M2F.new_empty(rows, inner)
     block = min(INNER_BLOCK, triton.next_power_of_2(inner))
     _activate_kernel[rows, triton.cdiv(inner, block)](
-        hidden_M2F,
-        weights_TK,
-        order,
-        offsets_E,
-        inner_MF,
-        limit,
-        INNER=inner,
-        EXPERTS=len(offsets_E),
-        BLOCK=block,
-        num_warps=4,
-    )
+        hidden_M2F, weights_TK, order, offsets_E, inner_MF, limit,
+        INNER=inner, EXPERTS=len(offsets_E), BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return inner_MF
 
 
@@ -195,35 +172,19 @@ def _activate_backward(
     rows, inner = dinner_MF.shape
     inner_MF, dhidden_M2F = torch.empty_like(dinner_MF), torch.empty_like(hidden_M2F)
     dweights_TK = torch.empty_like(weights_TK)
+    block = min(INNER_BLOCK, triton.next_power_of_2(inner))
     _activate_backward_kernel[(rows,)](
-        hidden_M2F,
-        weights_TK,
-        order,
-        offsets_E,
-        dinner_MF,
-        inner_MF,
-        dhidden_M2F,
-        dweights_TK,
-        limit,
-        INNER=inner,
-        EXPERTS=len(offsets_E),
-        BLOCK=min(INNER_BLOCK, triton.next_power_of_2(inner)),
-        num_warps=4,
-    )
+        hidden_M2F, weights_TK, order, offsets_E, dinner_MF, inner_MF, dhidden_M2F, dweights_TK,
+        limit, INNER=inner, EXPERTS=len(offsets_E), BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return inner_MF, dhidden_M2F, dweights_TK
 
 
 @triton.jit
 def _spread_kernel(
-    x_ptr,
-    rows_ptr,
-    inverse_ptr,
-    offsets_ptr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, rows_ptr, inverse_ptr, offsets_ptr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One token, one block of channels: read once, written to each of its rows."""
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -238,15 +199,9 @@ def _spread_kernel(
 
 @triton.jit
 def _sum_rows_kernel(
-    rows_ptr,
-    y_ptr,
-    inverse_ptr,
-    offsets_ptr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, y_ptr, inverse_ptr, offsets_ptr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One token, one block of channels: the sum of its rows in float32."""
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -262,16 +217,9 @@ def _sum_rows_kernel(
 
 @triton.jit
 def _activate_kernel(
-    hidden_ptr,
-    weights_ptr,
-    order_ptr,
-    offsets_ptr,
-    inner_ptr,
-    limit,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden_ptr, weights_ptr, order_ptr, offsets_ptr, inner_ptr, limit,
+    INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row, one block of its inner channels."""
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(offsets_ptr + EXPERTS - 1):
@@ -289,19 +237,9 @@ def _activate_kernel(
 
 @triton.jit
 def _activate_backward_kernel(
-    hidden_ptr,
-    weights_ptr,
-    order_ptr,
-    offsets_ptr,
-    dinner_ptr,
-    inner_ptr,
-    dhidden_ptr,
-    dweights_ptr,
-    limit,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden_ptr, weights_ptr, order_ptr, offsets_ptr, dinner_ptr, inner_ptr, dhidden_ptr,
+    dweights_ptr, limit, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row: its inner activation again, the gradients of gate and up, and of its weight."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(order_ptr + row)

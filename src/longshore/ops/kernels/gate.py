@@ -24,17 +24,9 @@ from longshore.ops.kernels.norm import as_rows, blocks, empty
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _gate_forward(
-    gate_ptr,
-    up_ptr,
-    inner_ptr,
-    rows,
-    gate_stride,
-    up_stride,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    gate_ptr, up_ptr, inner_ptr, rows, gate_stride, up_stride,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -53,22 +45,10 @@ def _gate_forward(
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _gate_backward(
-    dinner_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    inner_ptr,
-    rows,
-    dinner_stride,
-    gate_stride,
-    up_stride,
-    KIND: tl.constexpr,
-    AGAIN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dinner_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, inner_ptr, rows, dinner_stride, gate_stride,
+    up_stride, KIND: tl.constexpr, AGAIN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -98,54 +78,35 @@ def _gate_backward(
 
 
 class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: str, gate: Tensor | None, up: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.kind = kind
-        ctx.save_for_backward(gate, up)
-        return forward(kind, gate, up)
+    """The gated rows, times a weight where there is one."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dinner: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        gate, up = ctx.saved_tensors
-        _, dgate, dup = backward(ctx.kind, dinner, gate, up)
-        return None, dgate, dup
-
-
-class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        kind: str,
-        gate: Tensor | None,
-        up: Tensor,
-        weight: Tensor,
+        ctx: Any, kind: str, gate: Tensor | None, up: Tensor, weight: Tensor | None
     ) -> Tensor:
         ctx.kind = kind
         ctx.save_for_backward(gate, up, weight)
-        return functional.linear(forward(kind, gate, up), weight)
+        inner = forward(kind, gate, up)
+        return inner if weight is None else functional.linear(inner, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         wants_weight = ctx.needs_input_grad[3]
-        inner, dgate, dup = backward(ctx.kind, grad @ weight, gate, up, again=wants_weight)
-        if not wants_weight:
-            return None, dgate, dup, None
-        return None, dgate, dup, as_rows(grad).t() @ as_rows(inner)
+        dinner = grad if weight is None else grad @ weight
+        inner, dgate, dup = backward(ctx.kind, dinner, gate, up, again=wants_weight)
+        dweight = as_rows(grad).t() @ as_rows(inner) if wants_weight else None
+        return None, dgate, dup, dweight
 
 
 def gated(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
     """kind: silu, sigmoid or, without a gate, relu2."""
-    output: Tensor = _Gated.apply(kind, gate, up)
-    return output
+    return _Gated.apply(kind, gate, up, None)
 
 
 def gated_linear(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
-    kind = "relu2" if gate is None else "silu"
-    output: Tensor = _GatedLinear.apply(kind, gate, up, weight)
-    return output
+    return _Gated.apply("relu2" if gate is None else "silu", gate, up, weight)
 
 
 def forward(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -154,16 +115,9 @@ def forward(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
     inner = empty(up)
     rows, shape = up_NF.shape[0], _tile(width)
     _gate_forward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
-        gate_NF,
-        up_NF,
-        inner,
-        rows,
-        gate_NF.stride(0),
-        up_NF.stride(0),
-        KIND=kind,
-        WIDTH=width,
-        **shape,
-    )
+        gate_NF, up_NF, inner, rows, gate_NF.stride(0), up_NF.stride(0),
+        KIND=kind, WIDTH=width, **shape,
+    )  # fmt: skip
     return inner
 
 
@@ -178,21 +132,10 @@ def backward(
     assert not again or dinner.is_contiguous()
     rows, shape = up_NF.shape[0], _tile(width)
     _gate_backward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
-        dinner_NF,
-        gate_NF,
-        up_NF,
-        dup if dgate is None else dgate,
-        dup,
-        dinner_NF,
-        rows,
-        dinner_NF.stride(0),
-        gate_NF.stride(0),
-        up_NF.stride(0),
-        KIND=kind,
-        AGAIN=again,
-        WIDTH=width,
-        **shape,
-    )
+        dinner_NF, gate_NF, up_NF, dup if dgate is None else dgate, dup, dinner_NF, rows,
+        dinner_NF.stride(0), gate_NF.stride(0), up_NF.stride(0),
+        KIND=kind, AGAIN=again, WIDTH=width, **shape,
+    )  # fmt: skip
     return dinner, dgate, dup
 
 

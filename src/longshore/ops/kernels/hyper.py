@@ -21,58 +21,42 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.launch import Kernel, power
 
 TOKENS, CHANNELS = 32, 64
-"""Of a program's block in products."""
+"""Tokens and channels of a program's block in products."""
 WIDE = 1024
 """Channels of a program elsewhere."""
 PART_TOKENS, MOST_PARTS = 2048, 32
 """Tokens of each part of the weight's gradient, at least; and parts."""
 
 
-def project(rows_TS: Tensor, weight_MS: Tensor, eps: float) -> Tensor:
-    """(T, M) in float32."""
-    out: Tensor = _Project.apply(rows_TS, weight_MS, eps)
-    return out
-
-
-def collapse(rows_TS: Tensor, pre_TN: Tensor) -> Tensor:
-    """(T, C) in the rows' dtype."""
-    out: Tensor = _Collapse.apply(rows_TS, pre_TN)
-    return out
-
-
-def expand(output_TC: Tensor, rows_TS: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
-    """(T, N·C) in the rows' dtype."""
-    out: Tensor = _Expand.apply(output_TC, rows_TS, post_TN, mix_TNN)
-    return out
-
-
 class _Project(torch.autograd.Function):
+    """(T, M) in float32."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, weight = rows.contiguous(), weight.contiguous()
         (tokens, size), count = rows.shape, len(weight)
         sums = torch.empty(tokens, count, dtype=torch.float32, device=rows.device)
         inverse = torch.empty(tokens, 1, dtype=torch.float32, device=rows.device)
         _project_kernel[(triton.cdiv(tokens, TOKENS),)](
             rows, weight, sums, inverse, tokens, size, eps,
-            COUNT=count, PADDED=_power(count), TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=4,
+            COUNT=count, PADDED=power(count), TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(rows, weight, sums, inverse)
         return sums * inverse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, sums, inverse = ctx.saved_tensors
         (tokens, size), count = rows.shape, len(weight)
         # Of sums, and of what each row is multiplied by for its root mean square.
         dsums = (grad * inverse).contiguous()
         by_row = (grad * sums).sum(1) * inverse.squeeze(1).pow(3) / -size
         drows = torch.empty_like(rows)
-        sizes = {"COUNT": count, "PADDED": _power(count), "TOKENS": TOKENS, "CHANNELS": CHANNELS}
+        sizes = {"COUNT": count, "PADDED": power(count), "TOKENS": TOKENS, "CHANNELS": CHANNELS}
         blocks = triton.cdiv(size, CHANNELS)
         _rows_kernel[(triton.cdiv(tokens, TOKENS), blocks)](
             rows, weight, dsums, by_row, drows, tokens, size, num_warps=4, **sizes
@@ -87,8 +71,10 @@ class _Project(torch.autograd.Function):
 
 
 class _Collapse(torch.autograd.Function):
+    """(T, C) in the rows' dtype."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, pre: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, pre: Tensor) -> Tensor:
         rows, pre = rows.contiguous(), pre.contiguous()
         (tokens, size), count = rows.shape, pre.shape[1]
         out = rows.new_empty(tokens, size // count)
@@ -100,7 +86,7 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         rows, pre = ctx.saved_tensors
         (tokens, size), count = rows.shape, pre.shape[1]
         drows, dpre = torch.empty_like(rows), torch.empty_like(pre)
@@ -112,8 +98,10 @@ class _Collapse(torch.autograd.Function):
 
 
 class _Expand(torch.autograd.Function):
+    """(T, N·C) in the rows' dtype."""
+
     @staticmethod
-    def forward(ctx: Any, output: Tensor, rows: Tensor, post: Tensor, mix: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, output: Tensor, rows: Tensor, post: Tensor, mix: Tensor) -> Tensor:
         output, rows, post, mix = (x.contiguous() for x in (output, rows, post, mix))
         tokens, width = output.shape
         out = torch.empty_like(rows)
@@ -126,7 +114,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         output, rows, post, mix = ctx.saved_tensors
         tokens, width = output.shape
         grads = tuple(torch.empty_like(x) for x in (output, rows, post, mix))
@@ -137,9 +125,7 @@ class _Expand(torch.autograd.Function):
         return grads
 
 
-def _power(number: int) -> int:
-    """The power of 2 that holds it; products want 16 at least."""
-    return max(16, _pairs(number))
+project, collapse, expand = _Project.apply, _Collapse.apply, _Expand.apply
 
 
 def _pairs(number: int) -> int:

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.launch import Kernel, power
 
 HEADS = 64
-"""Of a group, at most."""
+"""Heads of a group, at most."""
 KEYS = 64
-"""Of a block."""
+"""Keys of a block."""
 
 
 def scores(q_nHD: Tensor, weights_nH: Tensor, keys_eD: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def chosen_scores(q_THD: Tensor, weights_TH: Tensor, keys_ED: Tensor, chosen_TK:
 def chosen_gradients(
     grad_TK: Tensor, q_THD: Tensor, weights_TH: Tensor, keys_ED: Tensor, chosen_TK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, weights and keys; grad: 0 where no entry is chosen."""
+    """The gradients of q, weights and keys; grad: 0 where no entry is chosen."""
     rows, heads, _ = q_THD.shape
     dq, dweights = torch.zeros_like(q_THD), torch.zeros_like(weights_TH)
     dkeys = torch.zeros(keys_ED.shape, dtype=torch.float32, device=q_THD.device)
@@ -66,17 +66,8 @@ def chosen_gradients(
 
 def _sizes(q: Tensor) -> dict[str, int]:
     heads, width = q.shape[1:]
-    return {
-        "WIDTH": width,
-        "COLUMNS": _power(width),
-        "HEADS": min(HEADS, _power(heads)),
-        "KEYS": KEYS,
-    }
-
-
-def _power(number: int) -> int:
-    """The power of 2 that holds it; products want 16 at least."""
-    return max(16, 1 << (number - 1).bit_length())
+    groups = min(HEADS, power(heads))
+    return {"WIDTH": width, "COLUMNS": power(width), "HEADS": groups, "KEYS": KEYS}
 
 
 @triton.jit

@@ -14,6 +14,8 @@ serves all calls of that kind: 4096 and 8192 rows are of one kind, 4100 of anoth
 Triton compiles by more than this, the size of a tensor, so there every call goes to Triton.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,24 +28,16 @@ IS_AMD = torch.version.hip is not None
 class Kernel:
     """A jitted function. On a CPU, in Triton's interpreter, every call goes to Triton."""
 
-    def __init__(self, function: Any) -> None:  # noqa: ANN401
+    def __init__(self, function: Any) -> None:
         self.function = function
         self.compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
-    def __getitem__(self, grid: tuple[int, ...]) -> "_Launch":
-        return _Launch(self, grid)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
 
-
-class _Launch:
-    __slots__ = ("grid", "kernel")
-
-    def __init__(self, kernel: Kernel, grid: tuple[int, ...]) -> None:
-        self.kernel, self.grid = kernel, grid
-
-    def __call__(self, *args: Any, **constants: object) -> None:  # noqa: ANN401
-        kernel, grid = self.kernel, self.grid
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: object) -> None:
         if IS_AMD or not args[0].is_cuda:
-            kernel.function[grid](*args, **constants)
+            self.function[grid](*args, **constants)
             return
         # No function of its own: calling it for each argument would take as long as the rest.
         kinds = [
@@ -55,13 +49,18 @@ class _Launch:
             for arg in args
         ]
         key = (torch.cuda.current_device(), *kinds, *constants.items())
-        known = kernel.compiled.get(key)
+        known = self.compiled.get(key)
         if known is not None:
             compiled, values = known
             compiled[(*grid, 1, 1)[:3]](*args, *values)
             return
-        compiled = kernel.function[grid](*args, **constants)
+        compiled = self.function[grid](*args, **constants)
         if compiled is None:  # Triton interprets: nothing was compiled.
             return
-        names = kernel.function.arg_names[len(args) :]
-        kernel.compiled[key] = compiled, tuple(constants[name] for name in names)
+        names = self.function.arg_names[len(args) :]
+        self.compiled[key] = compiled, tuple(constants[name] for name in names)
+
+
+def power(number: int) -> int:
+    """The power of 2 that holds this number; products of Triton want 16 at least."""
+    return max(16, 1 << (number - 1).bit_length())

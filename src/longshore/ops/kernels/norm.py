@@ -1,7 +1,8 @@
-"""RMS norms in Triton: the residual's sum and its norm in one kernel, both gradients in another.
+"""RMS norms in Triton: of a residual's sum, in the kernel that adds it up; and with a gate.
 
 In and out: as ops/pointwise.py. Every tensor is read once and written once. For backward the sum
 alone is kept, which the next layer's residual keeps anyway; the root mean square is computed again.
+Gated norms keep their inputs and one number for each norm.
 
 A program takes `ROWS` rows of one tile. Backward runs a fixed number of programs; each walks over
 the rows with a stride and keeps its part of the weight's gradient in registers. With 10 rows, 4 a
@@ -10,16 +11,6 @@ their two parts, by `column_sums`, is the gradient, in the same order every time
 
 The host's time counts: a launch is as long as a small kernel. So sizes are computed once for each
 width, and by Python's own integers: triton.cdiv takes microseconds.
-
-Gated RMS norms as Triton kernels, forward and backward.
-
-In: x and gate (T, G, W), strided but for the last dim, each W normed apart, and a weight of G·W or,
-shared by all G, of W. Out: (T, G, W). Saved for the backward: the inputs and one number for each
-norm. With W = 2, x = [3, 4] and a large gate [g, g] the output is [0.849, 1.131] if the gate comes
-first, else [0.849·g, 1.131·g].
-
-A program works on one of the G, so the gradient of the weight is a sum over programs: partial sums
-in float32, then added in a fixed order.
 """
 
 from functools import lru_cache
@@ -37,21 +28,10 @@ from longshore.ops.kernels.launch import Kernel
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm_forward(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    total_ptr,
-    normed_ptr,
-    rows,
-    x_stride,
-    delta_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADDS: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, total_ptr, normed_ptr, rows, x_stride, delta_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -73,25 +53,11 @@ def _norm_forward(
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
-    dtotal_ptr,
-    dnormed_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    ddelta_ptr,
-    partial_ptr,
-    rows,
-    dtotal_stride,
-    dnormed_stride,
-    x_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    HAS_DDELTA: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
-):
+    dtotal_ptr, dnormed_ptr, x_ptr, weight_ptr, dx_ptr, ddelta_ptr, partial_ptr, rows,
+    dtotal_stride, dnormed_stride, x_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_DTOTAL: tl.constexpr,
+    HAS_DDELTA: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight_ptr + column, column < WIDTH, 0.0).to(tl.float32)
     if ZERO_CENTRED:
@@ -140,94 +106,48 @@ def _column_sums(
     tl.store(sum_ptr + group * WIDTH + column, result, column < WIDTH)
 
 
-class _AddNorm(torch.autograd.Function):
-    """The sum and its norm; where nothing is added, the sum is x itself."""
+class _Norm(torch.autograd.Function):
+    """The sum and its norm, or the norm of x alone; where nothing is added, the sum is x itself."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        zero_centred: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centred: bool,
+        alone: bool,
+    ) -> tuple[Tensor, ...] | Tensor:  # fmt: skip
+        ctx.set_materialize_grads(alone)
         weight = weight.contiguous()
-        total, normed = forward(x, delta, weight, eps, zero_centred, dtype=weight.dtype)
+        dtype = x.dtype if alone else weight.dtype
+        total, normed = forward(x, delta, weight, eps, zero_centred, dtype=dtype)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.zero_centred = eps, zero_centred
         ctx.dtypes = x.dtype, None if delta is None else delta.dtype
-        return total, normed
+        return normed if alone else (total, normed)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,  # noqa: ANN401
-        dtotal: Tensor | None,
-        dnormed: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         x_dtype, delta_dtype = ctx.dtypes
+        dtotal, dnormed = (None, *grads) if len(grads) == 1 else grads
         if dnormed is None:
             dx = None if dtotal is None else dtotal.to(x_dtype)
             ddelta = None if dtotal is None or delta_dtype is None else dtotal.to(delta_dtype)
-            return dx, ddelta, None, None, None
+            return dx, ddelta, None, None, None, None
         dx, ddelta, dweight = backward(
-            dtotal,
-            dnormed,
-            total,
-            weight,
-            dtypes=(x_dtype, delta_dtype),
-            eps=ctx.eps,
-            zero_centred=ctx.zero_centred,
-            wants_weight=ctx.needs_input_grad[2],
-        )
-        return dx, ddelta, dweight, None, None
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        zero_centred: bool,
-    ) -> Tensor:
-        weight = weight.contiguous()
-        _, normed = forward(x, None, weight, eps, zero_centred, dtype=x.dtype)
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.zero_centred = eps, zero_centred
-        return normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, weight = ctx.saved_tensors
-        dx, _, dweight = backward(
-            None,
-            dnormed,
-            x,
-            weight,
-            dtypes=(x.dtype, None),
-            eps=ctx.eps,
-            zero_centred=ctx.zero_centred,
-            wants_weight=ctx.needs_input_grad[1],
-        )
-        return dx, dweight, None, None
+            dtotal, dnormed, total, weight, dtypes=ctx.dtypes, eps=ctx.eps,
+            zero_centred=ctx.zero_centred, wants_weight=ctx.needs_input_grad[2],
+        )  # fmt: skip
+        return dx, ddelta, dweight, None, None, None
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
-    both: tuple[Tensor, Tensor] = _AddNorm.apply(x, delta, weight, eps, zero_centred)
-    return both
+    return _Norm.apply(x, delta, weight, eps, zero_centred, False)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
-    normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centred)
-    return normed
+    return _Norm.apply(x, None, weight, eps, zero_centred, True)
 
 
 def forward(
@@ -249,20 +169,9 @@ def forward(
         delta_NC = as_rows(delta)
     rows, shape = x_NC.shape[0], tile(width)
     _norm_forward[(blocks(rows, shape["ROWS"]),)](
-        x_NC,
-        delta_NC,
-        weight,
-        total,
-        normed,
-        rows,
-        x_NC.stride(0),
-        delta_NC.stride(0),
-        eps,
-        WIDTH=width,
-        ADDS=delta is not None,
-        ZERO_CENTRED=zero_centred,
-        **shape,
-    )
+        x_NC, delta_NC, weight, total, normed, rows, x_NC.stride(0), delta_NC.stride(0), eps,
+        WIDTH=width, ADDS=delta is not None, ZERO_CENTRED=zero_centred, **shape,
+    )  # fmt: skip
     return total, normed
 
 
@@ -289,24 +198,10 @@ def backward(
     count = programs(total.device, tiles=blocks(rows, shape["ROWS"]))
     partial = total.new_empty(count, width, dtype=torch.float32)
     _norm_backward[(count,)](
-        dtotal_NC,
-        dnormed_NC,
-        total_NC,
-        weight,
-        dx,
-        ddelta,
-        partial,
-        rows,
-        dtotal_NC.stride(0),
-        dnormed_NC.stride(0),
-        total_NC.stride(0),
-        eps,
-        WIDTH=width,
-        HAS_DTOTAL=dtotal is not None,
-        HAS_DDELTA=apart,
-        ZERO_CENTRED=zero_centred,
-        **shape,
-    )
+        dtotal_NC, dnormed_NC, total_NC, weight, dx, ddelta, partial, rows,
+        dtotal_NC.stride(0), dnormed_NC.stride(0), total_NC.stride(0), eps, WIDTH=width,
+        HAS_DTOTAL=dtotal is not None, HAS_DDELTA=apart, ZERO_CENTRED=zero_centred, **shape,
+    )  # fmt: skip
     dweight = column_sums(partial, weight.dtype)[0] if wants_weight else None
     return dx, None if delta_dtype is None else ddelta, dweight
 
@@ -320,15 +215,9 @@ def column_sums(
     sums = partial_PC.new_empty(groups * width, dtype=dtype)
     block = 32
     _column_sums[(blocks(width, block), groups)](
-        partial_PC,
-        sums,
-        stop if middle is None else middle,
-        stop,
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=128,
-        num_warps=4,
-    )
+        partial_PC, sums, stop if middle is None else middle, stop,
+        WIDTH=width, BLOCK=block, ROWS=128, num_warps=4,
+    )  # fmt: skip
     return (sums,) if middle is None else sums.split(width)
 
 
@@ -372,25 +261,20 @@ def multiprocessors(device: torch.device) -> int:
 
 
 ELEMENTS = 2048
-"""Of a block, rows times width."""
+"""Numbers of a block of a gated norm, rows times width."""
 PROGRAMS = 1056
-"""Of the backward: 8 for each of an H200's 132 multiprocessors."""
+"""Programs of its backward: 8 for each of an H200's 132 multiprocessors."""
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, gate_first: bool) -> Tensor:
-    out: Tensor = _GatedNorm.apply(x, gate, weight, eps, gate_first)
-    return out
+    """x and gate: (T, G, W), each W normed apart; a weight of G·W or, shared by all G, of W."""
+    return _GatedNorm.apply(x, gate, weight, eps, gate_first)
 
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        gate_first: bool,
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool
     ) -> Tensor:
         x, gate, weight = _rows(x), _rows(gate), weight.contiguous()
         count, groups, width = x.shape
@@ -398,28 +282,16 @@ class _GatedNorm(torch.autograd.Function):
         rstd = torch.empty(count, groups, dtype=torch.float32, device=x.device)
         sizes = _sizes(width)
         _gated_norm_forward[(blocks(count, sizes["ROWS"]), groups)](
-            x,
-            gate,
-            weight,
-            y,
-            rstd,
-            count,
-            groups,
-            width,
-            *x.stride()[:2],
-            *gate.stride()[:2],
-            eps,
-            SHARED=weight.shape[0] == width,
-            GATE_FIRST=gate_first,
-            **sizes,
-        )
+            x, gate, weight, y, rstd, count, groups, width, *x.stride()[:2], *gate.stride()[:2],
+            eps, SHARED=weight.shape[0] == width, GATE_FIRST=gate_first, **sizes,
+        )  # fmt: skip
         ctx.save_for_backward(x, gate, weight, rstd)
         ctx.gate_first = gate_first
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
         count, groups, width = x.shape
         grad = _rows(grad)
@@ -430,25 +302,10 @@ class _GatedNorm(torch.autograd.Function):
         dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
         sums = torch.empty(parts, groups, width, dtype=torch.float32, device=x.device)
         _gated_norm_backward[(parts, groups)](
-            x,
-            gate,
-            weight,
-            rstd,
-            grad,
-            dx,
-            dgate,
-            sums,
-            count,
-            groups,
-            width,
-            *x.stride()[:2],
-            *gate.stride()[:2],
-            *grad.stride()[:2],
-            blocks(tiles, parts),
-            SHARED=weight.shape[0] == width,
-            GATE_FIRST=ctx.gate_first,
-            **sizes,
-        )
+            x, gate, weight, rstd, grad, dx, dgate, sums, count, groups, width,
+            *x.stride()[:2], *gate.stride()[:2], *grad.stride()[:2], blocks(tiles, parts),
+            SHARED=weight.shape[0] == width, GATE_FIRST=ctx.gate_first, **sizes,
+        )  # fmt: skip
         dweight = None
         if ctx.needs_input_grad[2]:
             # One row for each part, or for each group of each part where these share the weight.

@@ -40,13 +40,10 @@ def _scale(ptr, column, mask, ZERO_CENTRED: tl.constexpr):
 
 @triton.jit
 def _columns(
-    START: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    START: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-):
-    """Of `first` and of the rest, and which of a table and of the rest there are."""
+):  # fmt: skip
+    """The columns of a table and of the rest, and which of them there are."""
     turn = tl.arange(0, HALF_BLOCK)[None, :]
     rest = tl.arange(0, REST_BLOCK)[None, :]
     is_rest = rest < WIDTH - 2 * HALF
@@ -194,16 +191,9 @@ def _rope_backward(
 
 
 class _Rotate(torch.autograd.Function):
-    """k: None for a single tensor."""
-
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        q: Tensor,
-        k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        start: int,
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, start: int
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.start = start
@@ -211,17 +201,15 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, dq: Tensor, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return *_rotated(dq, dk, cos, sin, start=ctx.start, sign=-1.0), None, None, None
 
 
 class _NormRotate(torch.autograd.Function):
-    """k and its weight: None for a single tensor."""
-
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: Tensor,
         k: Tensor | None,
         q_weight: Tensor,
@@ -240,11 +228,7 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,  # noqa: ANN401
-        dq_out: Tensor,
-        dk_out: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
         q, dq_out = _unit_stride(q), _unit_stride(dq_out)
         dq, dk, k_heads = empty(q), None, 0
@@ -255,31 +239,14 @@ class _NormRotate(torch.autograd.Function):
         shape = _tile(width, cos.shape[1])
         q_programs, count = _shares(q, k_heads, shape["ROWS"])
         partial = q.new_empty(count, width, dtype=torch.float32)
+        # Without keys the kernel gets the queries' tensors in their place, and does not read them.
+        dk_in, k_in = dq_out if dk_out is None else dk_out, q if k is None else k
         _rope_backward[(count,)](
-            dq_out,
-            dq_out if dk_out is None else dk_out,
-            q,
-            q if k is None else k,
-            q_weight,
-            q_weight if k_weight is None else k_weight,
-            cos,
-            sin,
-            dq,
-            dq if dk is None else dk,
-            partial,
-            q_programs,
-            tokens,
-            *dq_out.stride()[:2],
-            *(dq_out if dk_out is None else dk_out).stride()[:2],
-            *q.stride()[:2],
-            *(q if k is None else k).stride()[:2],
-            ctx.eps,
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            WIDTH=width,
-            ZERO_CENTRED=ctx.zero_centred,
-            **shape,
-        )
+            dq_out, dk_in, q, k_in, q_weight, q_weight if k_weight is None else k_weight, cos, sin,
+            dq, dq if dk is None else dk, partial, q_programs, tokens, *dq_out.stride()[:2],
+            *dk_in.stride()[:2], *q.stride()[:2], *k_in.stride()[:2], ctx.eps,
+            Q_HEADS=q_heads, K_HEADS=k_heads, WIDTH=width, ZERO_CENTRED=ctx.zero_centred, **shape,
+        )  # fmt: skip
         dweights: tuple[Tensor | None, ...] = (None, None)
         if any(ctx.needs_input_grad[2:4]):
             middle = None if dk is None else q_programs
@@ -287,36 +254,19 @@ class _NormRotate(torch.autograd.Function):
         return dq, dk, *dweights[:2], None, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, start: int = 0) -> Tensor:
-    output: Tensor = _Rotate.apply(x, None, cos.contiguous(), sin.contiguous(), start)[0]
-    return output
-
-
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    both: tuple[Tensor, Tensor] = _Rotate.apply(q, k, cos.contiguous(), sin.contiguous(), 0)
-    return both
+def rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, start: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """k: None for a single tensor, as below."""
+    return _Rotate.apply(q, k, cos.contiguous(), sin.contiguous(), start)
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, zero_centred: bool
-) -> Tensor:
+    q: Tensor, k: Tensor | None, weights: tuple[Tensor, Tensor | None], eps: float,
+    cos: Tensor, sin: Tensor, zero_centred: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     cos, sin = cos.contiguous(), sin.contiguous()
-    output: Tensor = _NormRotate.apply(x, None, weight, None, eps, cos, sin, zero_centred)[0]
-    return output
-
-
-def norm_rotate_both(
-    q: Tensor,
-    k: Tensor,
-    weights: tuple[Tensor, Tensor],
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    zero_centred: bool,
-) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.contiguous(), sin.contiguous()
-    both: tuple[Tensor, Tensor] = _NormRotate.apply(q, k, *weights, eps, cos, sin, zero_centred)
-    return both
+    return _NormRotate.apply(q, k, *weights, eps, cos, sin, zero_centred)
 
 
 def _rotated(
@@ -341,28 +291,13 @@ def _rotated(
     tokens, q_heads, width = q.shape
     shape = _tile(width, cos.shape[1])
     tiles = blocks(tokens * q_heads, shape["ROWS"]) + blocks(tokens * k_heads, shape["ROWS"])
+    k_in = q if k is None else k
     _rope_forward[(tiles,)](
-        q,
-        q if k is None else k,
-        q_weight,
-        q_weight if k_weight is None else k_weight,
-        cos,
-        sin,
-        q_out,
-        q_out if k_out is None else k_out,
-        tokens,
-        *q.stride()[:2],
-        *(q if k is None else k).stride()[:2],
-        eps,
-        sign,
-        Q_HEADS=q_heads,
-        K_HEADS=k_heads,
-        WIDTH=width,
-        START=start,
-        NORMS=weights is not None,
-        ZERO_CENTRED=zero_centred,
-        **shape,
-    )
+        q, k_in, q_weight, q_weight if k_weight is None else k_weight, cos, sin,
+        q_out, q_out if k_out is None else k_out, tokens, *q.stride()[:2], *k_in.stride()[:2],
+        eps, sign, Q_HEADS=q_heads, K_HEADS=k_heads, WIDTH=width, START=start,
+        NORMS=weights is not None, ZERO_CENTRED=zero_centred, **shape,
+    )  # fmt: skip
     return q_out, k_out
 
 
@@ -387,10 +322,5 @@ def _tile(width: int, half: int) -> dict[str, int]:
     rest_block = triton.next_power_of_2(max(1, width - 2 * half))
     rows = max(1, 4096 // (2 * half_block + rest_block))
     rows = triton.next_power_of_2(rows + 1) // 2
-    return {
-        "HALF": half,
-        "HALF_BLOCK": half_block,
-        "REST_BLOCK": rest_block,
-        "ROWS": rows,
-        "num_warps": 4,
-    }
+    sizes = {"HALF": half, "HALF_BLOCK": half_block, "REST_BLOCK": rest_block, "ROWS": rows}
+    return {**sizes, "num_warps": 4}

@@ -17,16 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.launch import Kernel, power
 from longshore.ops.sparse_attention import RowRanges
 
 HEADS, BACKWARD_HEADS = 64, 32
-"""Of a program, at most: with a width of 512 the queries and gradients of more do not fit into
-shared memory."""
+"""Heads of a program, at most: with a width of 512 more do not fit into shared memory."""
 KEYS = 32
-"""Of a block."""
+"""Keys of a block."""
 PART = 256
-"""Of a head's width, at most."""
+"""Columns of a part of a head's width, at most."""
 
 
 def forward(
@@ -99,27 +98,21 @@ def _arguments(ranges: RowRanges, chosen: Tensor | None) -> tuple[Tensor | int, 
     """What each query sees; without chosen entries the last tensor is not read."""
     table = ranges.near_first if chosen is None else chosen
     count = 0 if chosen is None else chosen.shape[1]
-    return (
-        ranges.near_first, ranges.near_stop, ranges.entry_first, ranges.entry_count, table, count,
-    )  # fmt: skip
+    near, entries = (ranges.near_first, ranges.near_stop), (ranges.entry_first, ranges.entry_count)
+    return *near, *entries, table, count
 
 
 def _sizes(q: Tensor, chosen: Tensor | None, *, most_heads: int = HEADS) -> dict[str, int]:
     heads, width = q.shape[1:]
-    whole = _power(width)
+    whole = power(width)
     return {
         "WIDTH": width,
         "PART": min(whole, PART),
         "PARTS": max(1, whole // PART),
-        "HEADS": min(most_heads, _power(heads)),
+        "HEADS": min(most_heads, power(heads)),
         "KEYS": KEYS,
         "CHOSEN": int(chosen is not None),
     }
-
-
-def _power(number: int) -> int:
-    """The power of 2 that holds it; products want 16 at least."""
-    return max(16, 1 << (number - 1).bit_length())
 
 
 @triton.jit

@@ -2,33 +2,15 @@
 
 In: rows, as in ops/ssd.py, with their strides; only the last dim must be contiguous. Out: rows, the
 final states, and in backward the gradient of every input. Sequences of 3 and 70 rows have chunks of
-3, 64 and 6 rows, which begin at rows 0, 3 and 67; no chunk holds two sequences. The kernels:
+3, 64 and 6 rows, which begin at rows 0, 3 and 67 (boundaries.chunk_table); no chunk holds two
+sequences. The kernels:
 
     steps       of each chunk and head: dt, and the sums of the log decays up to each row
     walk        chunk after chunk with the state in registers; stores the state entering each
     outputs     of each chunk and group: what its rows and the entering state contribute
 
-Backward walks forwards again for the entering states, then backwards for the gradients of the
-leaving ones, and ends with the kernel of ops/kernels/ssd.py. Only inputs are kept.
-
-Sums of logs are in base 2 and have two parts, high + low, from a sum in float64: then also a small
-difference of two large sums has all digits of float32. Inside the kernels states are (N, P).
-
-T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
-of Q rows.
-
-The forward kernels of ops/kernels/ssd.py: steps, walk and outputs.
-
-In: rows with their strides, and a table of chunks (ops/boundaries.py). Out: what each kernel's
-function says. Sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3), (3, 64), (67,
-6).
-
-Letters as in ops/kernels/ssd.py.
-
-The gradients of the scan's rows, chunk by chunk; the last kernel of ops/kernels/ssd.py.
-
-In: the inputs, the gradient dy of the outputs, and for each chunk the state h that enters it and
-the gradient g of the state that leaves it. Out: the gradients of x, dt, A, B, C and D. With
+Backward walks forwards again for the states h that enter the chunks, then backwards for the
+gradients g of the leaving ones, and ends with the gradients of the rows. Only inputs are kept. With
 L_qk = exp(sum of logs after k up to q), 0 for k > q, l_k = exp(sum of logs after k), e_q = exp(sum
 of logs up to q) and X = dy·xᵀ, a head of a chunk has
 
@@ -42,12 +24,17 @@ where da is the gradient of the log decays, Z_qk = X_qk (C_q·B_k) L_qk dt_k, u_
 Each term of da is added on its own: as a difference of sums over rows and over columns, weak decays
 next to strong ones would be lost. The first sums of dB and dC are linear in X L dt, which is
 summed over the heads of a group first. dB and dC have a kernel of their own: together with the rest
-they would not fit in registers. With one row, P = N = 1, B = C = dt = x = 1 and h = g = 0,
-dy = 1 gives dx = dB = dC = ddt = 1 and da = 0.
+they would not fit in registers.
+
+Sums of logs are in base 2 and have two parts, high + low, from a sum in float64: then also a small
+difference of two large sums has all digits of float32. Inside the kernels states are (N, P).
+
+T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
+of Q rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -56,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longshore.ops.boundaries import SSD_ROWS, Bounds, ChunkTable, chunk_table, first_states
+from longshore.ops.kernels.launch import power
 
 ROWS = SSD_ROWS
 """Q."""
@@ -63,6 +51,9 @@ STEP_HEADS = 32
 """Heads of one program of the kernel `steps`."""
 ENOUGH_PROGRAMS = 264
 """With fewer walks than this, two on each of an H200's 132 processors, each is split in two."""
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""x (T, H, P), dt (T, H), A (H), B and C (T, G, N), and D (H); C: None where only final states are
+wanted. D: None for no direct path."""
 
 
 def steps(dt: Tensor, A: Tensor, layout: ChunkTable) -> tuple[Tensor, Tensor]:
@@ -124,15 +115,11 @@ def walk(
 
 
 def outputs(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    steps: tuple[Tensor, Tensor],
-    entering: Tensor,
-    layout: ChunkTable,
+    inputs: Inputs, steps: tuple[Tensor, Tensor], entering: Tensor, layout: ChunkTable
 ) -> Tensor:
     """(T, H, P)."""
+    x, _, _, B, C, D = inputs
+    assert C is not None
     heads, width = x.shape[1:]
     groups, state = B.shape[1:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -147,11 +134,6 @@ def outputs(
             num_stages=2 if x.element_size() == 2 else 1,
         )  # fmt: skip
     return y
-
-
-def power(width: int) -> int:
-    """The power of 2 that holds this width; products want 16 at least."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 @triton.jit
@@ -188,6 +170,32 @@ def _steps_kernel(
 
 
 @triton.jit
+def _scales(steps_at, row, ROWS: tl.constexpr):
+    """dt of each row, the sum of logs up to it in two parts, and the decay from it to the end."""
+    dt = tl.load(steps_at + row)
+    high = tl.load(steps_at + ROWS + row)
+    low = tl.load(steps_at + 2 * ROWS + row)
+    last = tl.load(steps_at + 2 * ROWS - 1)
+    last_low = tl.load(steps_at + 3 * ROWS - 1)
+    return dt, high, low, tl.exp2((last - high) + (last_low - low))
+
+
+@triton.jit
+def _decays(row, high, low):
+    """(Q, Q): the decay from row k to row q, 0 for k > q."""
+    sums = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(tl.where(row[:, None] >= row[None, :], sums, float("-inf")))
+
+
+@triton.jit
+def _chunk(chunks_ptr, groups):
+    """The chunk and the group of a program, the first row of the chunk, and its rows."""
+    chunk = (tl.program_id(0) // groups).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    return chunk, tl.program_id(0) % groups, first, tl.load(chunks_ptr + 2 * chunk + 1)
+
+
+@triton.jit
 def _walk_kernel(
     rows_ptr, keys_ptr, steps_ptr, decay_ptr, initial_ptr, stored_ptr, last_ptr, spans_ptr,
     sequences_ptr, heads, rows_row, rows_head, keys_row, keys_group,
@@ -219,9 +227,7 @@ def _walk_kernel(
         state = tl.load(initial_ptr + ends_at, mask=real, other=0.0)
     span = 0.0
     for step in range(chunks):
-        number = step
-        if BACKWARDS:
-            number = chunks - 1 - step
+        number = chunks - 1 - step if BACKWARDS else step
         of_head = (first_chunk + number) * heads + head
         if STORE:
             at = stored_ptr + of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
@@ -231,25 +237,16 @@ def _walk_kernel(
         added = rest * state
         if ADD:
             steps_at = steps_ptr + of_head * 3 * ROWS
-            high = tl.load(steps_at + ROWS + row)
             if BACKWARDS:
-                weight = tl.exp2(high)
+                weight = tl.exp2(tl.load(steps_at + ROWS + row))
             else:
-                dt = tl.load(steps_at + row)
-                low = tl.load(steps_at + 2 * ROWS + row)
-                last = tl.load(steps_at + 2 * ROWS - 1)
-                last_low = tl.load(steps_at + 3 * ROWS - 1)
-                weight = dt * tl.exp2((last - high) + (last_low - low))
+                dt, _, _, to_end = _scales(steps_at, row, ROWS)
+                weight = dt * to_end
                 span += tl.sum(dt, 0)
-            t = number * ROWS + row
-            values = tl.load(
-                rows_at + t[:, None].to(tl.int64) * rows_row,
-                mask=(t[:, None] < rows) & (p[None, :] < WIDTH), other=0.0,
-            )  # fmt: skip
-            keys = tl.load(
-                keys_at + t[:, None].to(tl.int64) * keys_row,
-                mask=(t[:, None] < rows) & (n[None, :] < STATE), other=0.0,
-            )  # fmt: skip
+            t = (number * ROWS + row)[:, None]
+            of_rows, of_keys = (t < rows) & (p[None, :] < WIDTH), (t < rows) & (n[None, :] < STATE)
+            values = tl.load(rows_at + t.to(tl.int64) * rows_row, mask=of_rows, other=0.0)
+            keys = tl.load(keys_at + t.to(tl.int64) * keys_row, mask=of_keys, other=0.0)
             values = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
             added = tl.dot(tl.trans(keys), values, acc=added, input_precision="ieee")
         state = one * state + added
@@ -267,13 +264,8 @@ def _outputs_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: its heads one after another."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    count = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, count = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < count) & (n[None, :] < STATE)
     of_rows = (row[:, None] < count) & (p[None, :] < WIDTH)
@@ -291,9 +283,7 @@ def _outputs_kernel(
         dt = tl.load(steps_at)
         high = tl.load(steps_at + ROWS)
         low = tl.load(steps_at + 2 * ROWS)
-        sums = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        sums = tl.where(row[:, None] >= row[None, :], sums, float("-inf"))
-        shares = (scores * tl.exp2(sums) * dt[None, :]).to(x.dtype)
+        shares = (scores * _decays(row, high, low) * dt[None, :]).to(x.dtype)
         y = tl.dot(C, state, input_precision="ieee") * tl.exp2(high)[:, None]
         y = tl.dot(shares, x, acc=y, input_precision="ieee")
         if SKIP:
@@ -302,28 +292,17 @@ def _outputs_kernel(
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=of_rows)
 
 
-class HasChunks(Protocol):
-    """The layout of the rows."""
-
-    @property
-    def chunks(self) -> Tensor: ...
-
-
 def row_gradients(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor | None,
-    D: Tensor | None,
-    *,
+    inputs: Inputs,
     dy: Tensor | None,
     steps: tuple[Tensor, Tensor],
+    layout: ChunkTable,
+    *,
     entering: Tensor,
     leaving: Tensor,
-    layout: HasChunks,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, dt, A, B, C and D; dy: None where only final states are used."""
+    """The gradients of the inputs; dy: None where only final states are used."""
+    x, dt, A, B, C, D = inputs
     rows, heads, width = x.shape
     groups, state = B.shape[1:]
     count = len(layout.chunks)
@@ -365,52 +344,52 @@ def row_gradients(
     return dx, ddt.to(dt.dtype), dA_H.to(A.dtype), dB, dC, dD
 
 
+@triton.jit
+def _within(scores, faded, dt, u, v, w, before, row, x, dy, dx):
+    """X; and of a chunk's rows dx, ddt without A·da, and da without e_Q (g·h)."""
+    X = tl.dot(dy, tl.trans(x), input_precision="ieee")
+    terms = X * scores * faded
+    ddt = tl.sum(terms, 0) + v
+    terms = tl.where(row[:, None] > row[None, :], terms * dt[None, :], 0.0)
+    terms = tl.dot(terms.to(x.dtype), before, input_precision="ieee")
+    da = tl.sum(tl.where(row[:, None] >= row[None, :], terms + u[:, None], w), 0)
+    shares = (scores * (faded * dt[None, :])).to(x.dtype)
+    dx = tl.dot(tl.trans(shares), dy, acc=dx, input_precision="ieee")
+    return X, dx, ddt, da
+
+
 @triton.jit(do_not_specialize=["count"])
 def _gradients_kernel(
     x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, steps_ptr, decay_ptr, entering_ptr, leaving_ptr,
     dx_ptr, ddt_ptr, d_scores_ptr, sums_ptr, chunks_ptr, heads, groups, count,
     x_row, x_head, dy_row, dy_head, B_row, B_group, C_row, C_group,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
-    SKIP: tl.constexpr, DY: tl.constexpr,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, SKIP: tl.constexpr, DY: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: its heads one after another."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    rows = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, rows = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < rows) & (n[None, :] < STATE)
     of_rows = (row[:, None] < rows) & (p[None, :] < WIDTH)
     # A chunk of 0 rows fills a table: no state enters or leaves it.
     of_state = (n[:, None] < STATE) & (p[None, :] < WIDTH) & (rows > 0)
-    since = row[:, None] >= row[None, :]
     B = tl.load(B_ptr + t * B_row + group * B_group + n[None, :], mask=of_keys, other=0.0)
     if DY:
         C = tl.load(C_ptr + t * C_row + group * C_group + n[None, :], mask=of_keys, other=0.0)
         scores = tl.dot(C, tl.trans(B), input_precision="ieee")
         d_scores = tl.zeros((ROWS, ROWS), tl.float32)
         before = tl.where(row[:, None] < row[None, :], 1.0, 0.0).to(B.dtype)
-
     for each in range(RATIO):
         head = group * RATIO + each
         of_head = chunk * heads + head
         steps_at = steps_ptr + of_head * 3 * ROWS
-        dt = tl.load(steps_at + row)
-        high = tl.load(steps_at + ROWS + row)
-        low = tl.load(steps_at + 2 * ROWS + row)
-        last = tl.load(steps_at + 2 * ROWS - 1)
-        last_low = tl.load(steps_at + 3 * ROWS - 1)
-        to_end = tl.exp2((last - high) + (last_low - low))
+        dt, high, low, to_end = _scales(steps_at, row, ROWS)
         x = tl.load(x_ptr + t * x_row + head * x_head + p[None, :], mask=of_rows, other=0.0)
         at = of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
         g = tl.load(leaving_ptr + at, mask=of_state, other=0.0)
         h = tl.load(entering_ptr + at, mask=of_state, other=0.0)
         decay = tl.load(decay_ptr + 2 * of_head) + tl.load(decay_ptr + 2 * of_head + 1)
-
         # What goes by the leaving state.
         dx = tl.dot(B, g, input_precision="ieee") * to_end[:, None]
         v = tl.sum(dx * x.to(tl.float32), 1)
@@ -422,32 +401,21 @@ def _gradients_kernel(
             # By the entering state.
             read = tl.dot(C, h, input_precision="ieee")
             u = tl.exp2(high) * tl.sum(read * dy.to(tl.float32), 1)
-            # Within the chunk.
-            differences = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-            faded_dt = tl.exp2(tl.where(since, differences, float("-inf")))
-            X = tl.dot(dy, tl.trans(x), input_precision="ieee")
-            terms = X * scores * faded_dt
-            ddt = tl.sum(terms, 0) + v
-            faded_dt = faded_dt * dt[None, :]
-            d_scores += X * faded_dt
-            terms = tl.where(row[:, None] > row[None, :], terms * dt[None, :], 0.0)
-            terms = tl.dot(terms.to(x.dtype), before, input_precision="ieee")
-            da = tl.sum(tl.where(since, terms + u[:, None], w), 0) + kept
-            shares = (scores * faded_dt).to(x.dtype)
-            dx = tl.dot(tl.trans(shares), dy, acc=dx, input_precision="ieee")
+            faded = _decays(row, high, low)
+            X, dx, ddt, da = _within(scores, faded, dt, u, v, w, before, row, x, dy, dx)
+            d_scores += X * (faded * dt[None, :])
             dD = tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], X, 0.0), 1), 0)
             tl.store(sums_ptr + (count + chunk) * heads + head, dD)
             if SKIP:
                 dx += tl.load(D_ptr + head).to(tl.float32) * dy.to(tl.float32)
         else:
-            da = tl.sum(tl.where(since, 0.0, w), 0) + kept
-            ddt = v
+            da, ddt = tl.sum(tl.where(row[:, None] >= row[None, :], 0.0, w), 0), v
+        da += kept
         ddt += tl.load(A_ptr + head).to(tl.float32) * da
         tl.store(sums_ptr + of_head, tl.sum(da * dt, 0))
         tl.store(ddt_ptr + (first + row) * heads + head, ddt, mask=row < rows)
         at = dx_ptr + (t * heads + head) * WIDTH + p[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=of_rows)
-
     if DY:
         at = (chunk * groups + group) * ROWS * ROWS + row[:, None] * ROWS + row[None, :]
         tl.store(d_scores_ptr + at, d_scores.to(d_scores_ptr.dtype.element_ty))
@@ -457,18 +425,12 @@ def _gradients_kernel(
 def _keys_kernel(
     rows_ptr, states_ptr, steps_ptr, d_scores_ptr, others_ptr, out_ptr, chunks_ptr, heads, groups,
     rows_row, rows_head, others_row, others_group,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
-    OF_C: tl.constexpr, DY: tl.constexpr,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, OF_C: tl.constexpr, DY: tl.constexpr,
 ):  # fmt: skip
     """One chunk, one group: dC from dy, h and B, or dB from x, g and C."""
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = tl.program_id(0) % groups
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    count = tl.load(chunks_ptr + 2 * chunk + 1)
-    row = tl.arange(0, ROWS)
-    n = tl.arange(0, STATES)
-    p = tl.arange(0, COLUMNS)
+    chunk, group, first, count = _chunk(chunks_ptr, groups)
+    row, n, p = tl.arange(0, ROWS), tl.arange(0, STATES), tl.arange(0, COLUMNS)
     t = (first + row)[:, None]
     of_keys = (row[:, None] < count) & (n[None, :] < STATE)
     of_rows = (row[:, None] < count) & (p[None, :] < WIDTH)
@@ -478,14 +440,11 @@ def _keys_kernel(
         head = group * RATIO + each
         of_head = chunk * heads + head
         steps_at = steps_ptr + of_head * 3 * ROWS
-        high = tl.load(steps_at + ROWS + row)
         if OF_C:
-            weight = tl.exp2(high)
+            weight = tl.exp2(tl.load(steps_at + ROWS + row))
         else:
-            low = tl.load(steps_at + 2 * ROWS + row)
-            last = tl.load(steps_at + 2 * ROWS - 1)
-            last_low = tl.load(steps_at + 3 * ROWS - 1)
-            weight = tl.load(steps_at + row) * tl.exp2((last - high) + (last_low - low))
+            dt, _, _, to_end = _scales(steps_at, row, ROWS)
+            weight = dt * to_end
         at = rows_ptr + t * rows_row + head * rows_head + p[None, :]
         values = tl.load(at, mask=of_rows, other=0.0)
         at = states_ptr + of_head * WIDTH * STATE + n[:, None] * WIDTH + p[None, :]
@@ -508,51 +467,31 @@ def _keys_kernel(
 class KernelSSD:
     """The scan of these rows; initial states come later, as in ops/ssd.py."""
 
-    x: Tensor
-    """(T, H, P)."""
-    dt: Tensor
-    """(T, H)."""
-    A: Tensor
-    """(H)."""
-    B: Tensor
-    """(T, G, N)."""
-    C: Tensor
-    """(T, G, N)."""
-    D: Tensor | None
-    """(H)."""
+    inputs: Inputs
     layout: ChunkTable
-    """How the rows are divided into chunks."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
-        spans, final = _Ends.apply(self.x, self.dt, self.A, self.B, self.layout)
-        return (self.A.float() * spans).exp(), final
+        """The transition (S, H) and the final state from 0 (S, H, P, N) of each sequence."""
+        x, dt, A, B, _, _ = self.inputs
+        spans, final = _Ends.apply(x, dt, A, B, self.layout)
+        return (A.float() * spans).exp(), final
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, P) and final states (S, H, P, N)."""
+        x, _, _, B, _, _ = self.inputs
         if initial is not None:
-            shape = (len(self.layout.lengths), *self.x.shape[1:], self.B.shape[2])
-            initial = first_states(initial, shape, like=self.x).contiguous()
-        y, final = _Scan.apply(
-            self.x, self.dt, self.A, self.B, self.C, self.D, initial, self.layout
-        )
-        return y, final
+            shape = (len(self.layout.lengths), *x.shape[1:], B.shape[2])
+            initial = first_states(initial, shape, like=x).contiguous()
+        return _Scan.apply(initial, self.layout, *self.inputs)
 
 
 def prepare(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    bounds: Bounds | None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bounds: Bounds | None
 ) -> KernelSSD:
     layout = chunk_table(bounds, len(x), x.device)
     B, C = (_by_columns(part.to(x.dtype)) for part in (B, C))
     A, D = A.contiguous(), None if D is None else D.contiguous()
-    return KernelSSD(_by_columns(x), dt, A, B, C, D, layout)
+    return KernelSSD((_by_columns(x), dt, A, B, C, D), layout)
 
 
 def _by_columns(rows: Tensor) -> Tensor:
@@ -565,30 +504,23 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        initial: Tensor | None,
-        layout: ChunkTable,
+        ctx: Any, initial: Tensor | None, layout: ChunkTable, *inputs: Any
     ) -> tuple[Tensor, Tensor]:
+        x, dt, A, B, _, _ = inputs
         scales = steps(dt, A, layout)
         entering, final, _ = walk(x, B, scales, layout, initial=initial)
-        y = outputs(x, B, C, D, scales, entering, layout)
-        ctx.save_for_backward(x, dt, A, B, C, D, initial)
+        y = outputs(inputs, scales, entering, layout)
+        ctx.save_for_backward(initial, *inputs)
         ctx.layout = layout
         ctx.set_materialize_grads(False)
         return y, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:  # noqa: ANN401
-        x, dt, A, B, C, D, initial = ctx.saved_tensors
-        grads = _gradients(x, dt, A, B, C, D, initial, ctx.layout, dy=dy, dfinal=dfinal)
-        return *grads, None
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+        initial, *inputs = ctx.saved_tensors
+        dinitial, *grads = _gradients(tuple(inputs), initial, ctx.layout, dy=dy, dfinal=dfinal)
+        return dinitial, None, *grads
 
 
 class _Ends(torch.autograd.Function):
@@ -596,12 +528,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        layout: ChunkTable,
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, layout: ChunkTable
     ) -> tuple[Tensor, Tensor]:
         _, final, spans = walk(x, B, steps(dt, A, layout), layout, initial=None, store=False)
         ctx.save_for_backward(x, dt, A, B)
@@ -611,32 +538,26 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dspans: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, dspans: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         x, dt, A, B = ctx.saved_tensors
-        layout: ChunkTable = ctx.layout
-        dx, ddt, dA, dB, *_ = _gradients(
-            x, dt, A, B, None, None, None, layout, dy=None, dfinal=dfinal
-        )
+        inputs = x, dt, A, B, None, None
+        _, dx, ddt, dA, dB, *_ = _gradients(inputs, None, ctx.layout, dy=None, dfinal=dfinal)
         if dspans is not None:
-            each = dspans.repeat_interleave(layout.lengths, dim=0, output_size=len(dt))
+            each = dspans.repeat_interleave(ctx.layout.lengths, dim=0, output_size=len(dt))
             ddt = each.to(dt.dtype) if ddt is None else ddt + each
         return dx, ddt, dA, dB, None
 
 
 def _gradients(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor | None,
-    D: Tensor | None,
+    inputs: Inputs,
     initial: Tensor | None,
     layout: ChunkTable,
     *,
     dy: Tensor | None,
     dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, dt, A, B, C, D and the initial states."""
+    """The gradients of the initial states, and of the inputs."""
+    x, dt, A, B, C, _ = inputs
     if dy is None and dfinal is None:
         return (None,) * 7
     if dy is not None:
@@ -654,7 +575,5 @@ def _gradients(
         end=initial is not None,
         add=dy is not None,
     )
-    grads = row_gradients(
-        x, dt, A, B, C, D, dy=dy, steps=scales, entering=entering, leaving=leaving, layout=layout
-    )
-    return *grads, dinitial if initial is not None else None
+    grads = row_gradients(inputs, dy, scales, layout, entering=entering, leaving=leaving)
+    return None if initial is None else dinitial, *grads
