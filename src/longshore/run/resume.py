@@ -51,9 +51,8 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
-from longshore.train.checkpoint_files import FOLDER, remove_leftovers
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
 from longshore.train.heartbeat import HEARTBEATS
-from longshore.train.record import writing
 
 if TYPE_CHECKING:
     from longshore.data.steps import Loader

@@ -16,18 +16,24 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from longshore.files import (
+    FULL,
     check_room,
+    free_bytes,
     open_sealed,
     parse_json,
     reason,
     sealed_json,
+    size_text,
+    way_out,
 )
+from longshore.train.heartbeat import RunError
 
 FORMAT = "longshore checkpoint"
 VERSION = 3
@@ -157,9 +163,8 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     for name, tensor in data["tensors"].items():
         shape = _sizes(tensor["shape"])
         chunks = tuple(chunk_of(name, shape, chunk) for chunk in tensor["chunks"])
-        if not _tile(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
-            raise ValueError(f"parts of {name} are missing or listed twice")
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
+        check_covered(name, tensors[name])
     names = [*files, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
@@ -172,6 +177,12 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
         tensors=tensors,
         base=dict(data.get("base", {})),
     )
+
+
+def check_covered(name: str, tensor: SavedTensor) -> None:
+    """Refuses a tensor whose chunks do not cover every value exactly once."""
+    if not _tile(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
+        raise ValueError(f"parts of {name} are missing or listed twice")
 
 
 def _check_counts(step: int, updates: int, ranks: int) -> None:
@@ -315,3 +326,24 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+@contextmanager
+def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
+    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
+
+    then: the advice once the cause is gone; by default, to resume the run. needed: bytes of all
+    that is written, 0 if unknown.
+    """
+    try:
+        yield
+    except OSError as error:
+        remove_leftovers(run)
+        after = then or f"resume with --resume {run}"
+        # When a file is copied, the second name is that of the new one.
+        file, why = error.filename2 or error.filename or run, reason(error)
+        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
+            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
+        raise RunError(
+            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
+        ) from None

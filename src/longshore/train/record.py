@@ -70,12 +70,12 @@ from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
-from longshore.files import FULL, free_bytes, reason, size_text, way_out
+from longshore.files import reason
 from longshore.plan.cost import CostProfile
 from longshore.plan.refine import PARTS, coefficients
 from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
-from longshore.train.checkpoint_files import remove_leftovers
+from longshore.train.checkpoint_files import writing
 from longshore.train.display import (
     MetricsFile,
     append_line,
@@ -84,7 +84,6 @@ from longshore.train.display import (
     make_display,
 )
 from longshore.train.evaluation import Evaluation, as_line
-from longshore.train.heartbeat import RunError
 from longshore.train.loss import Faults
 from longshore.train.refine import Refinement, Refiner
 from longshore.train.safetensors_stream import write_safetensors
@@ -695,24 +694,3 @@ def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-@contextmanager
-def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
-    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
-
-    then: the advice once the cause is gone; by default, to resume the run. needed: the bytes of all
-    that is written, 0 if not known.
-    """
-    try:
-        yield
-    except OSError as error:
-        remove_leftovers(run)
-        after = then or f"resume with --resume {run}"
-        # Of a copy the second name is that of the new file.
-        file, why = error.filename2 or error.filename or run, reason(error)
-        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
-            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
-        raise RunError(
-            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
-        ) from None

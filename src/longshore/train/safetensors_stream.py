@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.files import parse_json, reason
@@ -103,6 +104,24 @@ class BlockFile:
                 raise ValueError(f"{self.path} is cut off; copy it again")
             memory, at = memory[count:], at + count
         return tensor
+
+
+def checked_file(path: Path) -> BlockFile:
+    """A file whose header is checked first; a ValueError if it is damaged."""
+    try:
+        safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+    return BlockFile(path)
+
+
+def read_block(file: BlockFile, key: str, offsets: Sequence[int], target: Tensor) -> None:
+    """Fills `target` with the block of its shape at these offsets of a tensor."""
+    pairs = zip(offsets, target.shape, strict=True)
+    block = file.block(key, tuple(slice(start, start + size) for start, size in pairs))
+    if block.shape != target.shape:
+        raise ValueError(f"the file of {key} is damaged: its shape is {tuple(block.shape)}")
+    target.copy_(block)
 
 
 class FileWriter:
@@ -264,10 +283,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dim, start, size)
             try:
-                block = self._file(chunk.file).block(chunk.key, ())
-                if block.shape != target.shape:
-                    raise ValueError(f"the shape of {chunk.key} is {tuple(block.shape)}")
-                target.copy_(block)
+                read_block(self._file(chunk.file), chunk.key, (0,) * target.dim(), target)
             except (LookupError, OSError, ValueError) as error:
                 raise ValueError(f"{self.folder / chunk.file} is damaged: {error}") from None
         return whole
