@@ -27,8 +27,8 @@ from longshore.train.checkpoint_files import (
     read_index,
     saved_steps,
 )
-from longshore.train.heartbeat import RunError
 from longshore.train.optimizer import make_optimizer
+from longshore.train.supervision import RunError
 
 LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "seed": 3, "shuffle": True}
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from longshore.train.heartbeat import (
+from longshore.train.supervision import (
     Beat,
     RankStatus,
     Watch,

@@ -9,8 +9,8 @@ from tests.metrics_file import read_metrics
 
 from longshore.train.checkpoint_files import writing
 from longshore.train.display import MetricsFile, StepMetrics, cut_steps, graphed_text
-from longshore.train.heartbeat import RunError
 from longshore.train.record import RunRecord
+from longshore.train.supervision import RunError
 
 MODULES = {"metrics.jsonl": "display", "steps.jsonl": "record"}
 

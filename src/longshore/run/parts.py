@@ -93,12 +93,12 @@ from longshore.train.device import (
 )
 from longshore.train.display import startup_notes
 from longshore.train.evaluation import HeldOut
-from longshore.train.heartbeat import RankStatus, Stop, supervised
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.record import check_trackers
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
+from longshore.train.supervision import RankStatus, Stop, supervised
 
 
 def check_before_text(config: RunConfig) -> None:

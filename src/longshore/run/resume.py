@@ -52,7 +52,7 @@ from longshore.run.folder import (
     write_config,
 )
 from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
-from longshore.train.heartbeat import HEARTBEATS
+from longshore.train.supervision import HEARTBEATS
 
 if TYPE_CHECKING:
     from longshore.data.steps import Loader

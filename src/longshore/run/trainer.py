@@ -65,10 +65,10 @@ from longshore.train.checkpoint import Position, nothing_shared
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
 from longshore.train.display import has_step
-from longshore.train.heartbeat import SAVING, RunError
 from longshore.train.optimizer import Schedule
 from longshore.train.record import EVALS, LossWatch, RunRecord, explain, refining, stage_times
 from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_step, read_step
+from longshore.train.supervision import SAVING, RunError
 
 Metrics = dict[str, Any]
 """What metrics.jsonl has of a step, or evals.jsonl of an evaluation, by its names there."""
@@ -148,7 +148,7 @@ class Trainer:
             self._ranks = place if place is not None else opened.enter_context(alone())
             with loopback(self._ranks):
                 notes = self._build(config, start, opened, signals=signals, display=display)
-            opened.enter_context(self._job.stop.after_steps())
+            self._job.stop.can_save = True
             self._files = opened.enter_context(ExitStack())
             self._open_record()
             with loopback(self._ranks):

@@ -52,8 +52,8 @@ from longshore.train.checkpoint_files import (
     remove_leftovers,
     saved_steps,
 )
-from longshore.train.heartbeat import RunError
 from longshore.train.safetensors_stream import DTYPES, checked_file, read_block, write_safetensors
+from longshore.train.supervision import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

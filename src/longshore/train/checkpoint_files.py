@@ -33,7 +33,7 @@ from longshore.files import (
     size_text,
     way_out,
 )
-from longshore.train.heartbeat import RunError
+from longshore.train.supervision import RunError
 
 FORMAT = "longshore checkpoint"
 VERSION = 3

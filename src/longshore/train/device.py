@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from longshore.arch.costs import vendor_peak
 from longshore.batch import MicroBatch, PackContext
 from longshore.parallel.fsdp import local_part
-from longshore.train.heartbeat import RankStatus
+from longshore.train.supervision import RankStatus
 
 
 def pick_device(asked: str, local_rank: int) -> torch.device:

@@ -23,8 +23,8 @@ from longshore.data.steps import IndexedSteps
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output
 from longshore.parallel.pipeline import Executor, Handlers
-from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum
+from longshore.train.supervision import RankStatus
 
 
 @dataclass(frozen=True, slots=True)

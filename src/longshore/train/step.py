@@ -61,10 +61,10 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.device import out_of_memory, peak_memory
 from longshore.train.display import StepMetrics
 from longshore.train.evaluation import reshard
-from longshore.train.heartbeat import RankStatus, RunError
 from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
 from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
 from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
+from longshore.train.supervision import RankStatus, RunError
 
 GIB = 2**30
 
