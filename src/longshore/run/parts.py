@@ -91,7 +91,7 @@ from longshore.train.device import (
     pick_dtype,
     preferred_blas,
 )
-from longshore.train.display import startup_notes
+from longshore.train.display import make_display
 from longshore.train.evaluation import HeldOut
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
@@ -199,7 +199,8 @@ def make_job(
     config: RunConfig, topology: Topology, *, stop: Stop, local_size: int, display: str
 ) -> TrainingJob:
     """Opens the data and decides what is "auto". local_size: ranks of this machine."""
-    tell = startup_notes(display, stream=sys.stdout, is_first=topology.rank == 0)
+    kind = display if topology.rank == 0 else "none"
+    tell = make_display(kind, 0, stream=sys.stdout).note
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)

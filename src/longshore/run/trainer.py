@@ -64,9 +64,9 @@ from longshore.run.weights import export_weights, write_weights
 from longshore.train.checkpoint import Position, nothing_shared
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
-from longshore.train.display import has_step
 from longshore.train.optimizer import Schedule
-from longshore.train.record import EVALS, LossWatch, RunRecord, explain, refining, stage_times
+from longshore.train.record import EVALS, LossWatch, RunRecord, explain, has_step, stage_times
+from longshore.train.refine import refining
 from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_step, read_step
 from longshore.train.supervision import SAVING, RunError
 
@@ -408,9 +408,11 @@ class Trainer:
             self._record.note(f"kernels: {kernels_line()}")
         keep_settings(job.config, self._run, job.topology, step=after)
         stages = self._files.enter_context(stage_times(folder, job.topology, after=after))
-        note, refiner = self._record.note, self._parts.refiner
-        refine = refining(folder, refiner, job.topology, after=after, note=note)
-        self._writers = (self._record.write, stages, refine)
+        self._writers = (self._record.write, stages)
+        if refiner := self._parts.refiner:
+            note = self._record.note
+            refine = refining(folder, refiner, job.topology, after=after, note=note)
+            self._writers += (refine,)
 
     def _after_step(self, queued: QueuedStep) -> None:
         """A step was queued and the next was not, so the model is that of this step."""

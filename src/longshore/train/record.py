@@ -28,15 +28,6 @@ too) and as the plan predicted it:
     {"step": 3, "elapsed_s": 0.8, "stages": [[0, 0.1, 0.2], [2, 0.1, 0.2]], "bubble": 0.25,
      "predicted": 0.21}
 
-RUN/refine.jsonl has what each window of steps said about the cost profile, once the first step that
-was planned with it has run. Factors are relative to the profile that the run began with. Ratios are
-medians of measured / predicted seconds: under that profile, before this correction and after it; a
-kind is [largest CP size, rounds, ratios].
-
-    {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
-     {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
-     "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
-
 RUN/failed-step-N has the step in which a run failed: the micro-batches of each lane, and the
 sequences in them.
 
@@ -50,6 +41,7 @@ a user's loss function caused it, a round has "fault": {"sequence": 93, "positio
 was not. nan_field: a field of the data that is NaN there, which then is the cause.
 """
 
+import errno
 import importlib
 import json
 import math
@@ -60,9 +52,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, Protocol, Self
+from types import ModuleType
+from typing import Any, Self
 
 import torch
 
@@ -70,34 +63,45 @@ from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
-from longshore.files import reason
-from longshore.plan.cost import CostProfile
-from longshore.plan.refine import PARTS, coefficients
+from longshore.files import parse_json, reason, write_atomically
 from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
 from longshore.train.checkpoint_files import writing
-from longshore.train.display import (
-    MetricsFile,
-    append_line,
-    cut_steps,
-    graphed_text,
-    make_display,
-)
+from longshore.train.display import graphed_text, make_display
 from longshore.train.evaluation import Evaluation, as_line
 from longshore.train.loss import Faults
-from longshore.train.refine import Refinement, Refiner
 from longshore.train.safetensors_stream import write_safetensors
 from longshore.train.step import Stepper, StepReport, StepResult
 
 Warn = Callable[[str], None]
+Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
+"""How a tracker takes the numbers of a step, and how it is closed."""
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
-class Tracker(Protocol):
-    """Where a step's numbers go."""
+class Tracker:
+    """Where a step's numbers go; it is dropped after its first failure."""
 
-    def log(self, step: int, values: Mapping[str, object]) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Warn) -> None:
+        self.name, self._warn = name, warn
+        self._sink: Sink | None = self._try(TRACKERS[name], folder, config)
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        if self._sink is not None:
+            self._try(self._sink[0], step, numbers(values))
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._try(self._sink[1])
+        self._sink = None
+
+    def _try(self, act: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+        try:
+            return act(*given)
+        except Exception as error:  # whatever it is, training continues
+            self._sink = None
+            self._warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
+            return None
 
 
 def _warn(text: str) -> None:
@@ -113,7 +117,7 @@ def make_trackers(
     """
     unique = list(dict.fromkeys(names))
     check_trackers(unique)
-    return [_Guarded(name, TRACKERS[name], Path(folder), config, warn) for name in unique]
+    return [Tracker(name, Path(folder), config, warn) for name in unique]
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -142,70 +146,26 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-class TensorBoard:
+def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Sink:
     """Scalars in the folder's `tensorboard`, for `tensorboard --logdir`."""
+    writer = _package("tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
+    lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
+    writer.add_text("config", "\n".join(lines), 0)
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.writer = _package("tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
-        lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
-        self.writer.add_text("config", "\n".join(lines), 0)
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        for name, value in numbers(values).items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class WeightsAndBiases:
+def _wandb(folder: Path, config: Mapping[str, Any]) -> Sink:
     """A run of Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and so on itself."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.run = _package("wandb").init(
-            name=folder.resolve().name, dir=str(folder), config=dict(config)
-        )
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        self.run.log(numbers(values), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    run = _package("wandb").init(name=folder.resolve().name, dir=str(folder), config=dict(config))
+    return lambda step, values: run.log(values, step=step), run.finish
 
 
-Maker = Callable[[Path, Mapping[str, Any]], Tracker]
-TRACKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-class _Guarded:
-    """A tracker that is dropped after its first failure."""
-
-    def __init__(
-        self, name: str, make: Maker, folder: Path, config: Mapping[str, Any], warn: Warn
-    ) -> None:
-        self.name = name
-        self.warn = warn
-        self.tracker: Tracker | None = None
-        self._try(lambda: self._set(make(folder, config)))
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.log(step, values))
-
-    def close(self) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(tracker.close)
-        self.tracker = None
-
-    def _set(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-
-    def _try(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:  # whatever it is, training continues
-            self.tracker = None
-            self.warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 def _package(name: str) -> ModuleType:
@@ -229,30 +189,68 @@ FILES = METRICS, PLANS, EVALS, WARNINGS = (
 )
 
 
-class StepsFile:
-    """Appends steps to steps.jsonl until it has `most` bytes."""
+def append_line(file: FileIO, text: str) -> None:
+    """Hands a line to the operating system, in one call."""
+    line = (text + "\n").encode()
+    try:
+        written = os.write(file.fileno(), line)
+    except OSError as error:
+        raise OSError(error.errno, reason(error), file.name) from None
+    if written < len(line):
+        raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written", file.name)
 
-    def __init__(self, path: str | Path, *, most: int = MOST_BYTES) -> None:
-        self.path = Path(path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._left = most - os.fstat(self._file).st_size
 
-    def write(self, report: StepReport) -> None:
-        line = json.dumps(step_as_line(report), allow_nan=False)
-        self._left -= len(line) + 1
-        if self._left >= 0:
-            append_line(self._file, line, self.path)
+def has_step(path: Path, step: int) -> bool:
+    """Whether a file has a line of a step; all its lines can be read."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return any(parse_json(line)["step"] == step for line in lines)
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
-    def __enter__(self) -> "StepsFile":
-        return self
+def cut_steps(path: Path, last: int) -> list[str]:
+    """Removes the lines of steps after `last` and an incomplete line: they will be written again.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    Unreadable lines go to PATH.unreadable; returns a warning about them.
+    """
+    if path.is_symlink():
+        text = "it is a link, and a run writes only into its own folder"
+        raise OSError(errno.ELOOP, text, str(path))
+    if not path.exists():
+        return []
+    kept, broken = _spans(path, last)
+    if broken:
+        aside = path.with_name(f"{path.name}.unreadable")
+        with aside.open("ab") as file:
+            file.write(broken)
+    if not broken and [start for start, _ in kept] in ([], [0]):
+        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which needs no disk space
+    else:
+        with path.open("rb") as file:
+            content = file.read()
+        write_atomically(path, b"".join(content[start:stop] for start, stop in kept))
+    count = broken.count(b"\n")
+    text = f"warning: {path}: {count} unreadable line(s) were moved to {path.name}.unreadable"
+    return [text] if broken else []
+
+
+def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
+    """The byte spans of the lines to keep, neighbours joined, and the unreadable lines."""
+    kept: list[tuple[int, int]] = []
+    broken, stop = bytearray(), 0
+    with path.open("rb") as file:
+        for line in file:
+            start, stop = stop, stop + len(line)
+            if not line.endswith(b"\n"):
+                break
+            try:
+                is_kept = parse_json(line)["step"] <= last
+            except (ValueError, LookupError, TypeError):
+                broken += line
+                continue
+            if is_kept and kept and kept[-1][1] == start:
+                kept[-1] = (kept[-1][0], stop)
+            elif is_kept:
+                kept.append((start, stop))
+    return kept, bytes(broken)
 
 
 def step_as_line(report: StepReport) -> dict[str, object]:
@@ -372,8 +370,10 @@ class RunRecord:
         self._sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
         with ExitStack() as opened:
             with writing(folder):
-                self._metrics = opened.enter_context(MetricsFile(folder / METRICS))
-                self._plans = opened.enter_context(StepsFile(folder / PLANS))
+                metrics, plans = ((folder / name).open("ab", 0) for name in (METRICS, PLANS))
+                self._metrics = opened.enter_context(metrics)
+                self._plans = opened.enter_context(plans)
+            self._plan_bytes = os.fstat(self._plans.fileno()).st_size
             self._view = opened.enter_context(view)
             for note in notes:
                 view.note(note)
@@ -382,14 +382,9 @@ class RunRecord:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
-        if self.is_first and error is None:
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        self._opened.__exit__(*error)
+        if self.is_first and error[0] is None:
             for tracker in self._sinks:
                 tracker.close()
 
@@ -415,8 +410,8 @@ class RunRecord:
             return
         metrics = report.metrics
         with writing(self.folder):
-            self._metrics.write(metrics)
-            self._plans.write(report)
+            append_line(self._metrics, metrics.to_json())
+            self._write_plan(report)
         self._view.update(metrics)
         for tracker in self._sinks:
             tracker.log(metrics.step, asdict(metrics))
@@ -424,6 +419,12 @@ class RunRecord:
         self._graph_gib = metrics.graph_gib
         if self._watch and (text := self._watch.warning(metrics.step, metrics.loss, metrics.lr)):
             self.warn(metrics.step, text)
+
+    def _write_plan(self, report: StepReport) -> None:
+        line = json.dumps(step_as_line(report), allow_nan=False)
+        self._plan_bytes += len(line) + 1
+        if self._plan_bytes <= MOST_BYTES:
+            append_line(self._plans, line)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Records and shows an evaluation after a step."""
@@ -499,71 +500,6 @@ def predicted_bubble(plan: Plan, pp_rank: int) -> float:
     return 1 - sum(end - start for start, end in times) / walk.finish
 
 
-FILE = "refine.jsonl"
-
-
-def refining(
-    run: Path,
-    refiner: Refiner | None,
-    topology: Topology,
-    *,
-    after: int,
-    note: Callable[[str], None],
-) -> Callable[[StepReport], None]:
-    """A function that takes each step's report, before the loop takes another step.
-
-    after: the steps of an earlier run that stay in the file. note: shows a line.
-    """
-    if refiner is None:
-        return lambda report: None
-    path, is_first = run / FILE, topology.rank == 0
-    if is_first:
-        with writing(run):
-            cut_steps(path, after)
-
-    def take(report: StepReport) -> None:
-        step = report.metrics.step
-        refiner.measured(step, report.step.plan, report.rounds_s)
-        for news in refiner.news(step) if is_first else ():
-            line = json.dumps(refine_line(news, refiner.base), allow_nan=False)
-            with writing(run), open(path, "a", encoding="utf-8") as out:
-                out.write(line + "\n")
-            if news.refit.is_changed:
-                note(as_text(news, refiner.base))
-
-    return take
-
-
-def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
-    fitted = news.refit
-    return {
-        "step": news.step,
-        "window": list(news.window),
-        "changed": fitted.is_changed,
-        "rounds": fitted.rounds,
-        "left_out": fitted.left_out,
-        "factors": _factors(news, base),
-        "errors": list(fitted.errors),
-        "kinds": [list(kind) for kind in fitted.kinds],
-    }
-
-
-def as_text(news: Refinement, base: CostProfile) -> str:
-    factors = ", ".join(f"{name} × {value:.3g}" for name, value in _factors(news, base).items())
-    _, before, after = news.refit.errors
-    first, last = news.window
-    return (
-        f"step {news.step}: the cost profile is refined by steps {first} to {last}: {factors} of "
-        f"the first profile; typical error of a round {before:.0%} before, {after:.0%} after"
-    )
-
-
-def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
-    """Factors of those parts that the profile has."""
-    named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
-    return {name: factor for name, value, factor in named if value}
-
-
 SHOWN = 3
 """Tokens named in a message, at most."""
 
@@ -622,17 +558,10 @@ def _nan_field(batch: MicroBatch, row: int) -> str:
 
 def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
     """The first such token of each rank; the same on all ranks but for the names of fields."""
-    row = (
-        [
-            1,
-            mine[0].sequence,
-            mine[0].position,
-            Faults._fields.index(mine[0].of),
-            bool(mine[0].nan_field),
-        ]
-        if mine
-        else [0] * 5
-    )
+    row = [0] * 5
+    if mine:
+        of = Faults._fields.index(mine[0].of)
+        row = [1, mine[0].sequence, mine[0].position, of, bool(mine[0].nan_field)]
     device, world = stepper.topology.device, stepper.topology.groups.world
     rows = gather(torch.tensor([row], device=device), world).tolist()
     # The name of another rank's field is in its lane-N.json.

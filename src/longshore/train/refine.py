@@ -15,31 +15,46 @@ step 21 on, 2 + 3 steps later, and no rank ever waits for times.
     step 1 … 16   planned with the run's profile, measured (the first 4 steps are left out)
     step 21       the first that is planned with the profile corrected by steps 5 … 16
     step 37       the first with the next correction, by steps 17 … 32
+
+RUN/refine.jsonl has what each window of steps said about the cost profile, once the first step that
+was planned with it has run. Factors are relative to the profile that the run began with. Ratios are
+medians of measured / predicted seconds: under that profile, before this correction and after it; a
+kind is [largest CP size, rounds, ratios].
+
+    {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
+     {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
+     "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
 """
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from longshore.distributed.collectives import agreed, max_over, sum_over
-from longshore.distributed.topology import Groups
+from longshore.distributed.topology import Groups, Topology
 from longshore.plan.cost import CostProfile, parse_profile
 from longshore.plan.refine import (
     MOST_ROUNDS,
+    PARTS,
     UNCORRECTED,
     Correction,
     ObservedRound,
     Refit,
-    RoundParts,
+    coefficients,
     refit,
     round_parts,
 )
 from longshore.plan.types import Plan
+from longshore.train.checkpoint_files import writing
+from longshore.train.record import cut_steps
+from longshore.train.step import StepReport
 
 EVERY = 16
 """Steps of a window."""
@@ -62,35 +77,8 @@ class Refinement:
     refit: Refit
 
 
-class _LocalTimes:
-    """What a step's rounds took on this rank; what they consist of is computed when it is needed.
-
-    In large plans that takes milliseconds, which are not the training loop's.
-    """
-
-    def __init__(self, plan: Plan, seconds: tuple[float, ...]) -> None:
-        self.seconds = seconds
-        self._plan: Plan | None = plan
-        self._parts: tuple[RoundParts, ...] = ()
-
-    @property
-    def parts(self) -> tuple[RoundParts, ...]:
-        """None for a skipped step. Two threads that ask at once compute the same."""
-        plan = self._plan
-        if plan is not None:
-            self._parts = tuple(round_parts(plan)) if self.seconds else ()
-            self._plan = None
-        return self._parts
-
-    def row(self, lane: int) -> list[int]:
-        """Nanoseconds of the rounds in which the lane has a part."""
-        times = [
-            round(self.seconds[part.round] * 1e9) if lane in part.lanes else 0
-            for part in self.parts
-        ]
-        return times + [0] * (MOST_ROUNDS - len(times))
-
-
+Measured = tuple[Plan, tuple[float, ...]]
+"""A step's plan, and the seconds of its rounds on this rank; () for a skipped step."""
 Window = dict[int, tuple[ObservedRound, ...]]
 """Rounds by step."""
 
@@ -122,7 +110,7 @@ class Refiner:
         self.every = every
         self._lane, self._pp = lane, pp
         self._lock = threading.Lock()
-        self._local: dict[int, _LocalTimes] = {}
+        self._local: dict[int, Measured] = {}
         self._observed: Window = {}
         self._corrections = [(1, UNCORRECTED)]
         self._window = 0  # the last step of the last window that was fitted
@@ -137,7 +125,7 @@ class Refiner:
     def measured(self, step: int, plan: Plan, seconds: Seq[float]) -> None:
         """For the training loop: this rank's seconds of each round; () for a skipped step."""
         with self._lock:
-            self._local[step] = _LocalTimes(plan, tuple(seconds))
+            self._local[step] = (plan, tuple(seconds))
             oldest = step - self.every - self.delay
             self._local = {s: kept for s, kept in self._local.items() if s >= oldest}
 
@@ -172,25 +160,33 @@ class Refiner:
                 self._corrections.append((step, fitted.correction))
             self._news.append(Refinement(step, (used[0], used[-1]), fitted))
 
-    def _over_lanes(self, times: Mapping[int, _LocalTimes | None], groups: Groups | None) -> Window:
+    def _over_lanes(self, times: Mapping[int, Measured | None], groups: Groups | None) -> Window:
         """The rounds of these steps: of the lanes that wait for each other, the slowest counts.
 
-        A lane's time is the mean over its pipeline ranks, as in the profile.
+        A lane's time is the mean over its pipeline ranks, as in the profile. What a round consists
+        of is computed here, not in the training loop: in large plans that takes milliseconds.
         """
         with _agreed(groups):
-            unknown = [UNKNOWN] * MOST_ROUNDS
-            mine = [local.row(self._lane) if local else unknown for local in times.values()]
+            parts, mine = {}, []
+            for step, local in times.items():
+                row = [0] * MOST_ROUNDS if local else [UNKNOWN] * MOST_ROUNDS
+                if local and local[1]:
+                    plan, seconds = local
+                    parts[step] = tuple(round_parts(plan))
+                    for number, part in enumerate(parts[step]):
+                        if self._lane in part.lanes:
+                            row[number] = round(seconds[part.round] * 1e9)
+                mine.append(row)
             rows = torch.tensor(mine, dtype=torch.int64)
         if groups is not None:
             max_over(sum_over(rows, groups.pp), groups.world)
         window: Window = {}
         for (step, local), row in zip(times.items(), rows.tolist(), strict=True):
-            if local is None or max(row) >= UNKNOWN:
-                continue  # a rank does not have them, so no rank uses them
-            window[step] = tuple(
-                ObservedRound(part.kind, part.amounts, nanoseconds / self._pp / 1e9)
-                for part, nanoseconds in zip(local.parts, row, strict=False)
-            )
+            if local is not None and max(row) < UNKNOWN:  # else no rank uses them
+                window[step] = tuple(
+                    ObservedRound(part.kind, part.amounts, nanoseconds / self._pp / 1e9)
+                    for part, nanoseconds in zip(parts.get(step, ()), row, strict=False)
+                )
         return window
 
     def saved(self, step: int) -> Callable[[Groups], dict[str, object]]:
@@ -256,3 +252,66 @@ def _from_json(raw: Mapping[str, Any], step: int) -> _Saved:
         rounds.setdefault(number, []).append(ObservedRound(kind, tuple(amounts), seconds))
     correction = Correction(raw["scale"], tuple(raw["parts"]), raw["fits"])
     return _Saved(step, raw["window"], correction, {s: tuple(r) for s, r in rounds.items()})
+
+
+FILE = "refine.jsonl"
+
+
+def refining(
+    run: Path,
+    refiner: Refiner,
+    topology: Topology,
+    *,
+    after: int,
+    note: Callable[[str], None],
+) -> Callable[[StepReport], None]:
+    """A function that takes each step's report, before the loop takes another step.
+
+    after: the steps of an earlier run that stay in the file. note: shows a line.
+    """
+    path, is_first = run / FILE, topology.rank == 0
+    if is_first:
+        with writing(run):
+            cut_steps(path, after)
+
+    def take(report: StepReport) -> None:
+        step = report.metrics.step
+        refiner.measured(step, report.step.plan, report.rounds_s)
+        for news in refiner.news(step) if is_first else ():
+            line = json.dumps(refine_line(news, refiner.base), allow_nan=False)
+            with writing(run), open(path, "a", encoding="utf-8") as out:
+                out.write(line + "\n")
+            if news.refit.is_changed:
+                note(as_text(news, refiner.base))
+
+    return take
+
+
+def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
+    fitted = news.refit
+    return {
+        "step": news.step,
+        "window": list(news.window),
+        "changed": fitted.is_changed,
+        "rounds": fitted.rounds,
+        "left_out": fitted.left_out,
+        "factors": _factors(news, base),
+        "errors": list(fitted.errors),
+        "kinds": [list(kind) for kind in fitted.kinds],
+    }
+
+
+def as_text(news: Refinement, base: CostProfile) -> str:
+    factors = ", ".join(f"{name} × {value:.3g}" for name, value in _factors(news, base).items())
+    _, before, after = news.refit.errors
+    first, last = news.window
+    return (
+        f"step {news.step}: the cost profile is refined by steps {first} to {last}: {factors} of "
+        f"the first profile; typical error of a round {before:.0%} before, {after:.0%} after"
+    )
+
+
+def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
+    """Factors of those parts that the profile has."""
+    named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
+    return {name: factor for name, value, factor in named if value}
