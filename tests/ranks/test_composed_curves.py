@@ -23,7 +23,7 @@ from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.evaluation import HeldOut
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
 

@@ -10,7 +10,7 @@ from longshore.data.steps import IndexedSteps, Packing
 from longshore.parallel.pipeline import Executor
 from longshore.plan import make_plan
 from longshore.train.evaluation import HeldOut
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 from longshore.train.supervision import RankStatus

@@ -15,7 +15,7 @@ from longshore.plan import make_plan
 from longshore.run import trainer
 from longshore.run.trainer import Trainer, warmup_steps
 from longshore.train import step
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import RoundResults, StepResult
 from longshore.train.supervision import RunError
 

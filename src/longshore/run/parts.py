@@ -93,7 +93,9 @@ from longshore.train.device import (
 )
 from longshore.train.display import make_display
 from longshore.train.evaluation import HeldOut
-from longshore.train.loss import Loss, check_fields, make_loss
+from longshore.train.loss import Loss
+from longshore.train.loss_fields import check_needed
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.record import check_trackers
 from longshore.train.refine import Refiner
@@ -325,7 +327,7 @@ def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> 
     fields = source.fields
     if isinstance(source, Rules) and scores_reference(config, fields):
         fields = (*fields, Field(REF_LOGPROBS, "target", "float32"))
-    check_fields(loss, fields)
+    check_needed(loss.name, loss.fields, fields)
     if {PAIR, SIGN} <= {spec.name for spec in source.fields}:
         _refuse_likelihood(train.loss)
     return loss

@@ -61,8 +61,19 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.device import out_of_memory, peak_memory
 from longshore.train.display import StepMetrics
 from longshore.train.evaluation import reshard
-from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
-from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
+from longshore.train.loss import (
+    NO_STEP,
+    Faults,
+    Loss,
+    LossResult,
+    SequenceSums,
+    StepInputs,
+    checked_result,
+    logprobs_of,
+    masked_sum,
+    sequences_of,
+    without_uncounted_labels,
+)
 from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
 from longshore.train.supervision import RankStatus, RunError
 
@@ -96,7 +107,7 @@ def step_inputs(
         result = _result(loss, sums, batches[0])
         if topology.lane == 0:  # all lanes have all sequences
             StepInputs(totals=totals).add(result, sums.tokens > 0, is_trained=True)
-        slopes_N, offsets_N = _second_pass_terms(result.values, sums)
+        slopes_N, offsets_N = _second_pass_terms(result[0], sums)
     return StepInputs(slopes=slopes_N, offsets=offsets_N, totals=totals)
 
 
@@ -129,15 +140,8 @@ def _loss_tokens(batches: Sequence[MicroBatch], topology: Topology) -> Tensor:
     counts = torch.zeros(batches[0].counts.sequences + 1, dtype=torch.float64)
     for batch in batches:
         if batch.targets is not None:
-            counts.index_add_(0, places_of(batch), batch.targets.loss_mask.double())
+            counts.index_add_(0, sequences_of(batch), batch.targets.loss_mask.double())
     return sum_over(counts[:-1].to(topology.device), topology.groups.lanes)
-
-
-def places_of(batch: MicroBatch) -> Tensor:
-    """int64 (T): the place in the plan of each token's sequence; N for padding."""
-    sequences = batch.counts.sequences
-    places = torch.tensor([*batch.ctx.sequences, sequences], device=batch.ctx.sequence_index.device)
-    return places[batch.ctx.sequence_index]
 
 
 def _first_pass(
@@ -165,7 +169,7 @@ def _first_pass(
 
     def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
         if executor.layout.stages[stage].head:
-            _add_tokens(table, _logprobs(out.values), batch, per_token)
+            _add_tokens(table, logprobs_of(out.values), batch, per_token)
             _set_sequences(table[:, 2 + len(per_token) :], batch, per_sequence)
             _set_sequences(whole, batch, exact)
         return table
@@ -186,17 +190,12 @@ def _first_pass(
     return list(sums), [*names, *exact]
 
 
-def _logprobs(values: Tensor) -> Tensor:
-    """From the nll of tokens (T), or their statistics (T, 4)."""
-    return -values if values.ndim == 1 else values[:, 0]
-
-
 def _add_tokens(table: Tensor, logprobs_T: Tensor, batch: MicroBatch, names: list[str]) -> None:
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     columns = [logprobs_T, mask_T, *(batch.token_fields[name] for name in names)]
     rows = torch.stack([torch.where(mask_T, column.double(), 0.0) for column in columns], dim=1)
-    table[:, : rows.shape[1]].index_add_(0, places_of(batch), rows)
+    table[:, : rows.shape[1]].index_add_(0, sequences_of(batch), rows)
 
 
 def _set_sequences(table: Tensor, batch: MicroBatch, names: list[str]) -> None:
