@@ -92,7 +92,6 @@ from longshore.train.device import (
     preferred_blas,
 )
 from longshore.train.display import make_display
-from longshore.train.evaluation import HeldOut
 from longshore.train.loss import Loss
 from longshore.train.loss_fields import check_needed
 from longshore.train.losses import make_loss
@@ -535,7 +534,9 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) -> HeldOut | None:
+def open_held_out(
+    job: TrainingJob, model: Model, *, on_demand: bool = False
+) -> IndexedSteps | None:
     """The run's held-out data, if it has any. on_demand: see run/data.py."""
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
@@ -547,8 +548,7 @@ def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) ->
             check_longest(config, job.topology.lanes, longest_of(source))
         check_positions(model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
-    steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
-    return HeldOut("held-out", steps)
+    return make_steps(job, config, source=source, shuffle=False, is_grouped=False)
 
 
 def make_steps(

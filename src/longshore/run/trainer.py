@@ -61,9 +61,10 @@ from longshore.run.resume import (
 )
 from longshore.run.score import with_reference
 from longshore.run.weights import export_weights, write_weights
-from longshore.train.checkpoint import Position, nothing_shared
+from longshore.train.checkpoint import Position
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
+from longshore.train.evaluation import evaluate
 from longshore.train.optimizer import Schedule
 from longshore.train.record import EVALS, LossWatch, RunRecord, explain, has_step, stage_times
 from longshore.train.refine import refining
@@ -427,7 +428,7 @@ class Trainer:
     def _save(self) -> None:
         """Begins a checkpoint; a thread writes it, and it counts once the step is confirmed."""
         parts, step = self._parts, self._done
-        shared = parts.refiner.saved(step) if parts.refiner is not None else nothing_shared
+        shared = parts.refiner.saved(step) if parts.refiner is not None else None
         state = parts.loader.state_dict()
         parts.checkpoints.save(Position(step, self._updates, state, shared))
 
@@ -444,7 +445,8 @@ class Trainer:
             return
         assert held_out is not None
         self._evaluated_step = step
-        evaluation = held_out.evaluate(
+        evaluation = evaluate(
+            held_out,
             parts.stepper.executor,
             self._job.status,
             stops=lambda: parts.any_rank([self._wants_stop()])[0],
@@ -476,7 +478,7 @@ class Trainer:
             if self._held_out is None:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             executor = self._parts.stepper.executor
-            evaluation = self._held_out.evaluate(executor, self._job.status)
+            evaluation = evaluate(self._held_out, executor, self._job.status)
             assert evaluation is not None, "nothing stops it here"
             return asdict(evaluation)
 
@@ -582,7 +584,7 @@ class Trainer:
         try:
             self._end()
             if self._held_out is not None:
-                self._held_out.steps.close()
+                self._held_out.close()
         except BaseException as error:
             self._leave(error)
             raise

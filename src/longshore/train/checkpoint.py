@@ -222,14 +222,6 @@ def make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-Shared = Callable[[Groups], dict[str, object]]
-"""More of the loader's state, which all ranks make together, in the thread that writes."""
-
-
-def nothing_shared(groups: Groups) -> dict[str, object]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The position of a run after a step: steps and updates done, and the loader's state."""
@@ -237,7 +229,8 @@ class Position:
     step: int
     updates: int
     loader: dict[str, object]
-    shared: Shared = nothing_shared
+    shared: Callable[[Groups], dict[str, object]] | None = None
+    """Makes more of the loader's state, on all ranks together, in the thread that writes."""
 
 
 class Checkpoints:
@@ -393,7 +386,7 @@ class Checkpoints:
             copied.wait()
             folder = partial_folder(self.run, position.step)
             ranks = save_blocks(blocks, folder, self._groups)
-            shared = position.shared(self._groups)
+            shared = position.shared(self._groups) if position.shared else {}
             self._confirmed.wait()
             if self._is_abandoned:
                 remove_leftovers(self.run)

@@ -37,8 +37,6 @@ from longshore.train.supervision import RunError
 
 FORMAT = "longshore checkpoint"
 VERSION = 3
-ROWS_VERSION = 2
-"""Older: only rows of a tensor, [first row, rows, file], under the tensor's own name. Read too."""
 MARKER = "checkpoint.json"
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -134,8 +132,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         raw = (folder / MARKER).read_bytes()
         data = parse_json(raw)
         version = (data["format"], data["version"])
-        is_known = version in ((FORMAT, VERSION), (FORMAT, ROWS_VERSION))
-        index = _parse(open_sealed(raw)) if is_known else None
+        index = _parse(open_sealed(raw)) if version == (FORMAT, VERSION) else None
     except OSError as error:
         raise DamagedError(f"{folder / MARKER} cannot be read ({reason(error)})") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -143,7 +140,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     if index is None:
         raise DamagedError(
             f"{folder / MARKER} has the format {version[0]!r}, version {version[1]!r}; this "
-            f"Longshore reads {FORMAT!r}, versions {ROWS_VERSION} and {VERSION}"
+            f"Longshore reads {FORMAT!r}, version {VERSION}"
         )
     if folder.name != checkpoint_folder(Path(), index.step).name:
         raise DamagedError(f"{folder / MARKER} is of step {index.step}, not of its folder's step")
@@ -158,11 +155,10 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 def _parse(data: dict[str, Any]) -> CheckpointIndex:
     files = {name: SavedFile(**file) for name, file in data["files"].items()}
-    chunk_of = _chunk_of_rows if data["version"] == ROWS_VERSION else _chunk
     tensors = {}
     for name, tensor in data["tensors"].items():
         shape = _sizes(tensor["shape"])
-        chunks = tuple(chunk_of(name, shape, chunk) for chunk in tensor["chunks"])
+        chunks = tuple(_chunk(name, shape, chunk) for chunk in tensor["chunks"])
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
         check_covered(name, tensors[name])
     names = [*files, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)]
@@ -205,14 +201,6 @@ def _chunk(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         raise ValueError(f"parts of {name} have another number of dims")
     return chunk
-
-
-def _chunk_of_rows(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
-    row, rows, file = data
-    if not shape:
-        return SavedChunk((), (), str(file), name)
-    rest = shape[1:]
-    return SavedChunk((int(row), *(0 for _ in rest)), (int(rows), *rest), str(file), name)
 
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,44 +1,16 @@
 """The record of a run: metrics, steps, evals and warnings as .jsonl, the display and the trackers.
 
-In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing. Out: one
-JSON object per line in each file. A run that resumes after step 40 first removes the lines of
-steps 41, 42, … from the files.
+In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing but their
+pipeline stages and the batches of a failed step. Out: one JSON object per line in each file. A run
+that resumes after step 40 first removes the lines of steps 41, 42, … from the files, with what a
+killed run has left of its last line.
 
     with RunRecord(folder, display="auto", steps=100, after=0, is_first=True) as record:
         record.note("4 ranks on cpu")
         record.write(report)
 
-steps.jsonl holds each step's plan and how long its rounds took, for the run's report; it stops
-growing at MOST_BYTES. A pack is [first lane, CP size, indices of its sequences], and `experts`, for
-models that have any, is the tokens routed to each expert, by MoE layer:
-
-    {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
-     "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
-
 warnings.jsonl holds what users should know of a run when they look at its page, by the step after
-which it was seen, 0 before the first: {"step": 12, "text": "the loss is …"}. A tracker (TensorBoard
-or Weights & Biases) gets the numbers of each step, lists as mtp_losses/1, mtp_losses/2; one that
-fails is dropped with one warning, and the run continues.
-
-Other ranks write two more files. RUN/pipeline/rank-0.jsonl and so on, of lane 0, tell how long the
-stages worked: [number, seconds of forwards, seconds of backwards]. The bubble is the share of the
-step in which the rank worked on none, as measured (optimizer and waiting for data count as waiting
-too) and as the plan predicted it:
-
-    {"step": 3, "elapsed_s": 0.8, "stages": [[0, 0.1, 0.2], [2, 0.1, 0.2]], "bubble": 0.25,
-     "predicted": 0.21}
-
-RUN/failed-step-N has the step in which a run failed: the micro-batches of each lane, and the
-sequences in them.
-
-    lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
-    lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
-                          [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
-
-`loss` is this lane's part of the step's loss in that round, so it shows where the first NaN was. If
-a user's loss function caused it, a round has "fault": {"sequence": 93, "position": 17, "of":
-"value", "nan_field": ""}: at that token nll was finite, and the function's value, or its gradient,
-was not. nan_field: a field of the data that is NaN there, which then is the cause.
+which it was seen, 0 before the first: {"step": 12, "text": "the loss is …"}.
 """
 
 import errno
@@ -54,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -76,7 +47,7 @@ from longshore.train.step import Stepper, StepReport, StepResult
 Warn = Callable[[str], None]
 Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
 """How a tracker takes the numbers of a step, and how it is closed."""
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+MODULES = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
 
 
 class Tracker:
@@ -125,7 +96,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in MODULES:
             raise ValueError(f"unknown tracker {name!r}; known are {', '.join(MODULES)}")
-        _package(name)
+        _entry(name)
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -148,7 +119,7 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Sink:
     """Scalars in the folder's `tensorboard`, for `tensorboard --logdir`."""
-    writer = _package("tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
+    writer = _entry("tensorboard")(log_dir=str(folder / "tensorboard"))
     lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
     writer.add_text("config", "\n".join(lines), 0)
 
@@ -161,32 +132,28 @@ def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Sink:
 
 def _wandb(folder: Path, config: Mapping[str, Any]) -> Sink:
     """A run of Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and so on itself."""
-    run = _package("wandb").init(name=folder.resolve().name, dir=str(folder), config=dict(config))
+    run = _entry("wandb")(name=folder.resolve().name, dir=str(folder), config=dict(config))
     return lambda step, values: run.log(values, step=step), run.finish
 
 
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
-def _package(name: str) -> ModuleType:
-    """Its module. A folder `wandb` in the working directory imports too, but is empty."""
-    entry = {"tensorboard": "SummaryWriter", "wandb": "init"}[name]
+def _entry(name: str) -> Callable[..., Any]:
+    """What a package is called by. A folder `wandb` in the working directory imports too."""
+    module, entry = MODULES[name]
     try:
-        module = importlib.import_module(MODULES[name])
-        if hasattr(module, entry):
-            return module
-    except ImportError:
-        pass
-    raise ValueError(f'{name} is not installed; install it with: pip install "longshore[{name}]"')
+        return getattr(importlib.import_module(module), entry)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):
+        text = f'{name} is not installed; install it with: pip install "longshore[{name}]"'
+        raise ValueError(text) from None
 
 
 MOST_BYTES = 256 << 20
-FILES = METRICS, PLANS, EVALS, WARNINGS = (
-    "metrics.jsonl",
-    "steps.jsonl",
-    "evals.jsonl",
-    "warnings.jsonl",
-)
+"""Size at which steps.jsonl stops growing."""
+METRICS, PLANS, EVALS, WARNINGS = FILES = [
+    f"{name}.jsonl" for name in ("metrics", "steps", "evals", "warnings")
+]
 
 
 def append_line(file: FileIO, text: str) -> None:
@@ -254,6 +221,14 @@ def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
 
 
 def step_as_line(report: StepReport) -> dict[str, object]:
+    """A line of steps.jsonl, for the run's report: the plan, and how long its rounds took.
+
+        {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
+         "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
+
+    A pack is [first lane, CP size, indices of its sequences]; `experts`, for models that have any,
+    is the tokens routed to each expert, by MoE layer.
+    """
     plan = report.step.plan
     setting = plan.setting
     line: dict[str, object] = {
@@ -480,6 +455,11 @@ def stage_times(
 
 
 def stage_line(report: StepReport, pp_rank: int) -> dict[str, object]:
+    """A line of pipeline/rank-N.jsonl: [stage, seconds of forwards, seconds of backwards] for each.
+
+    The bubble is the share of the step in which the rank worked on none, as measured (optimizer and
+    waiting for data count as waiting too) and as the plan predicted it.
+    """
     elapsed = report.metrics.elapsed_s
     busy = sum(forward + backward for _, forward, backward in report.stages)
     return {
@@ -506,7 +486,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class FaultyToken:
-    """A token at which a user's loss function is not finite."""
+    """A token at which a user's loss function is not finite, although nll is."""
 
     sequence: int
     """The sequence's id."""
@@ -576,9 +556,15 @@ def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
 
 
 def keep_batch(run: Path, step: Step, result: StepResult, topology: Topology) -> str:
-    """Writes this rank's part, and returns a text about it.
+    """Writes this rank's part of RUN/failed-step-N, and returns a text about it.
 
-    topology: with a pipeline each of its ranks has other tensors, in a file of its own.
+        lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
+        lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
+                              [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
+
+    `loss` is this lane's part of the step's loss in that round, so it shows where the first NaN
+    was; "fault" is a FaultyToken, if a user's loss function caused it. With a pipeline each of its
+    ranks has other tensors, in a file of its own.
     """
     folder = run / f"failed-step-{step.place.step + 1}"
     name = f"lane-{step.batches[0].lane}"
@@ -604,22 +590,17 @@ def _write_failed(folder: Path, name: str, step: Step, result: StepResult) -> No
     rounds = []
     parts = zip(step.batches, result.rounds.losses, result.rounds.faults, strict=True)
     for batch, losses, faults in parts:
-        about_round = {"loss": _number(losses[0].item()), "sequences": _sequences(step, batch)}
+        loss = losses[0].item()
+        about_round = {
+            "loss": loss if math.isfinite(loss) else str(loss),
+            "sequences": [
+                {"id": sequence.id, "length": sequence.length, "cp_size": pack.group.cp_size}
+                for pack in batch.ctx.packs
+                for index in batch.ctx.sequences[pack.sequences]
+                for sequence in [step.plan.sequences[index]]
+            ],
+        }
         token = _faulty_token(step, batch, faults)
         rounds.append({**about_round, "fault": asdict(token)} if token else about_round)
     about = {"step": step.place.step + 1, "lane": step.batches[0].lane, "rounds": rounds}
     (folder / f"{name}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-
-
-def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
-    sequences = []
-    for pack in batch.ctx.packs:
-        for index in batch.ctx.sequences[pack.sequences]:
-            sequence = step.plan.sequences[index]
-            about = {"id": sequence.id, "length": sequence.length}
-            sequences.append({**about, "cp_size": pack.group.cp_size})
-    return sequences
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -29,8 +29,8 @@ whose gradient is that of f, and whose value is f itself. With S = −2 and −3
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -284,8 +284,11 @@ class Stepper:
 
         plan: what the micro-batches were packed by; a pipeline needs it.
         """
-        with self._memory_limit(batches):
+        try:
             result = self._step(batches, lr, plan=plan)
+        except torch.OutOfMemoryError as error:
+            text = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
+            raise RunError(f"rank {self.topology.rank} {text}") from None
         self.status.at("waiting for data")
         return result
 
@@ -366,15 +369,6 @@ class Stepper:
 
     def _note(self, action: Action) -> None:
         self.status.at(action.kind, round=action.round + 1)
-
-    @contextmanager
-    def _memory_limit(self, batches: list[MicroBatch]) -> Iterator[None]:
-        """Reports a GPU that is out of memory in one line."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            text = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
-            raise RunError(f"rank {self.topology.rank} {text}") from None
 
     def terms(
         self,
