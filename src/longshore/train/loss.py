@@ -43,7 +43,7 @@ from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
 from longshore.model.interface import Reader
 from longshore.ops.cross_entropy import STATISTICS, OutputLayer, map_logits, token_statistics
-from longshore.train.loss_fields import NeededField
+from longshore.train.loss_fields import Needed
 
 OF_NLL = ("nll", "logprobs")
 OF_STATISTICS = ("entropy", "logsumexp", "mean_logit")
@@ -438,7 +438,7 @@ class Loss:
     """What a step's sum is divided by, from a lane's micro-batches."""
     name: str = ""
     """The function's name, as the user wrote it."""
-    fields: tuple[NeededField, ...] = ()
+    fields: Needed = field(default_factory=dict)
     """Extra fields that the data must have."""
 
     @property

@@ -15,15 +15,6 @@ step 21 on, 2 + 3 steps later, and no rank ever waits for times.
     step 1 … 16   planned with the run's profile, measured (the first 4 steps are left out)
     step 21       the first that is planned with the profile corrected by steps 5 … 16
     step 37       the first with the next correction, by steps 17 … 32
-
-RUN/refine.jsonl has what each window of steps said about the cost profile, once the first step that
-was planned with it has run. Factors are relative to the profile that the run began with. Ratios are
-medians of measured / predicted seconds: under that profile, before this correction and after it; a
-kind is [largest CP size, rounds, ratios].
-
-    {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
-     {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
-     "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
 """
 
 import json
@@ -33,7 +24,6 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -83,19 +73,6 @@ Window = dict[int, tuple[ObservedRound, ...]]
 """Rounds by step."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The state after a step."""
-
-    step: int
-    window: int
-    """The last step of the last window that had corrected the profile of the next step."""
-    correction: Correction
-    """The correction of the next step's profile."""
-    rounds: Window
-    """Those measured after that window."""
-
-
 class Refiner:
     """The correction of one run's profile, on one rank.
 
@@ -114,7 +91,9 @@ class Refiner:
         self._observed: Window = {}
         self._corrections = [(1, UNCORRECTED)]
         self._window = 0  # the last step of the last window that was fitted
-        self._resumed = _Saved(0, 0, UNCORRECTED, {})
+        self._resumed: tuple[int, int, Window] = (0, 0, {})
+        """The step that the run resumed after, the last step of the last window that corrects the
+        next step's profile, and the rounds measured after that window."""
         self._news: list[Refinement] = []
 
     @property
@@ -139,7 +118,7 @@ class Refiner:
     def before_plan(self, step: int, groups: Groups | None) -> None:
         """For the loader's thread, before it plans a step; all ranks call it together."""
         last = step - self.delay
-        if last > self._resumed.step:
+        if last > self._resumed[0]:
             with self._lock:
                 local = {last: self._local.get(last)}
             self._observed |= self._over_lanes(local, groups)
@@ -194,17 +173,24 @@ class Refiner:
 
         The function is for another thread, with groups of its own; all ranks call it together.
         """
-        resumed = self._resumed
-        fits = max(0, (step + 1 - self.delay - resumed.window) // self.every)
-        window = resumed.window + fits * self.every
+        resumed_step, resumed_window, resumed_rounds = self._resumed
+        fits = max(0, (step + 1 - self.delay - resumed_window) // self.every)
+        window = resumed_window + fits * self.every
         with self._lock:
             correction = [kept for since, kept in self._corrections if since <= step + 1][-1]
-            local = {s: t for s, t in self._local.items() if max(window, resumed.step) < s <= step}
+            local = {s: t for s, t in self._local.items() if max(window, resumed_step) < s <= step}
 
         def state(groups: Groups) -> dict[str, object]:
-            rounds = {s: known for s, known in resumed.rounds.items() if s > window}
+            rounds = {s: known for s, known in resumed_rounds.items() if s > window}
             rounds |= self._over_lanes(local, groups) if local else {}
-            return {STATE: _as_json(_Saved(step, window, correction, rounds), self.base)}
+            entries = [
+                [s, each.kind, each.seconds, list(each.amounts)]
+                for s, measured in rounds.items()
+                for each in measured
+            ]
+            about = {"scale": correction.scale, "parts": list(correction.parts)}
+            about |= {"fits": correction.fits, "rounds": entries}
+            return {STATE: {"base": self.base.as_json(), "window": window, **about}}
 
         return state
 
@@ -215,43 +201,24 @@ class Refiner:
         """
         raw = state.get(STATE)
         if not isinstance(raw, dict) or parse_profile(raw["base"], STATE) != self.base:
-            self._resumed = _Saved(step, step, UNCORRECTED, {})
+            self._resumed = (step, step, {})
             self._window = step
             why = "the cost profile is another one" if raw else "the checkpoint has no factors"
             return [f"plan.refine begins with step {step + 1}: {why}"]
-        self._resumed = _from_json(raw, step)
-        self._window = self._resumed.window
-        self._corrections = [(1, self._resumed.correction)]
-        self._observed = dict(self._resumed.rounds)
+        rounds: Window = {}
+        for number, kind, seconds, amounts in raw["rounds"]:
+            each = ObservedRound(kind, tuple(amounts), seconds)
+            rounds[number] = (*rounds.get(number, ()), each)
+        self._window = raw["window"]
+        self._resumed = (step, self._window, rounds)
+        self._corrections = [(1, Correction(raw["scale"], tuple(raw["parts"]), raw["fits"]))]
+        self._observed = dict(rounds)
         return []
 
 
 def _agreed(groups: Groups | None) -> AbstractContextManager[None]:
     """A block that fails on all ranks if it fails on one."""
     return agreed(groups) if groups is not None else nullcontext()
-
-
-def _as_json(saved: _Saved, base: CostProfile) -> dict[str, object]:
-    return {
-        "base": base.as_json(),
-        "window": saved.window,
-        "scale": saved.correction.scale,
-        "parts": list(saved.correction.parts),
-        "fits": saved.correction.fits,
-        "rounds": [
-            [step, each.kind, each.seconds, list(each.amounts)]
-            for step, rounds in saved.rounds.items()
-            for each in rounds
-        ],
-    }
-
-
-def _from_json(raw: Mapping[str, Any], step: int) -> _Saved:
-    rounds: dict[int, list[ObservedRound]] = {}
-    for number, kind, seconds, amounts in raw["rounds"]:
-        rounds.setdefault(number, []).append(ObservedRound(kind, tuple(amounts), seconds))
-    correction = Correction(raw["scale"], tuple(raw["parts"]), raw["fits"])
-    return _Saved(step, raw["window"], correction, {s: tuple(r) for s, r in rounds.items()})
 
 
 FILE = "refine.jsonl"
@@ -288,6 +255,16 @@ def refining(
 
 
 def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
+    """A line of refine.jsonl, once the first step that was planned with it has run.
+
+        {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
+         {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
+         "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
+
+    Factors are relative to the profile that the run began with. Ratios are medians of measured /
+    predicted seconds: under that profile, before this correction and after it; a kind is [largest
+    CP size, rounds, ratios].
+    """
     fitted = news.refit
     return {
         "step": news.step,
