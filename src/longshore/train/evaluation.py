@@ -10,7 +10,7 @@ steps' means would be 1.5.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -87,12 +87,6 @@ def evaluate(
         for total, count in zip(sums.tolist(), counts, strict=True)
     ]
     return Evaluation("held-out", loss, counts[0], tuple(means))
-
-
-def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
-    """A line of evals.jsonl: {"step": 40, "name": "held-out", "loss": 2.1, "loss_tokens": 512}."""
-    line = {"step": step, **asdict(evaluation)}
-    return line if evaluation.mtp_losses else {k: v for k, v in line.items() if k != "mtp_losses"}
 
 
 def _sums(out: Output, batch: MicroBatch) -> Tensor:

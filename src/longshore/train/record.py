@@ -38,8 +38,8 @@ from longshore.files import parse_json, reason, write_atomically
 from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
 from longshore.train.checkpoint_files import writing
-from longshore.train.display import graphed_text, make_display
-from longshore.train.evaluation import Evaluation, as_line
+from longshore.train.display import Display, graphed_text, make_display
+from longshore.train.evaluation import Evaluation
 from longshore.train.loss import Faults
 from longshore.train.safetensors_stream import write_safetensors
 from longshore.train.step import Stepper, StepReport, StepResult
@@ -335,7 +335,8 @@ class RunRecord:
         self._watch = watch
         self._graphed = Counter[str]()
         self._graph_gib: float | None = None
-        self._opened = ExitStack()
+        self._opened, self._view = ExitStack(), Display()
+        self._sinks: list[Tracker] = []
         if not is_first:
             return
         files = [folder / name for name in FILES]
@@ -359,19 +360,16 @@ class RunRecord:
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401
         self._opened.__exit__(*error)
-        if self.is_first and error[0] is None:
-            for tracker in self._sinks:
-                tracker.close()
+        for tracker in self._sinks if error[0] is None else ():
+            tracker.close()
 
     def note(self, text: str) -> None:
         """Shows a line, also after the last step."""
-        if self.is_first:
-            self._view.note(text)
+        self._view.note(text)
 
     def phase(self, text: str) -> None:
         """Shows what happens now, before the first step."""
-        if self.is_first:
-            self._view.phase(text)
+        self._view.phase(text)
 
     def warn(self, step: int, text: str) -> None:
         """Shows a warning after a step (0: before the first), and keeps it for the run's page."""
@@ -405,7 +403,10 @@ class RunRecord:
         """Records and shows an evaluation after a step."""
         if not self.is_first:
             return
-        self._append(EVALS, as_line(step, evaluation))
+        line = {"step": step, **asdict(evaluation)}
+        if not evaluation.mtp_losses:
+            del line["mtp_losses"]
+        self._append(EVALS, line)
         loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
         self._view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
         for tracker in self._sinks:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from longshore.batch import Depth, MicroBatch, Targets
+from longshore.batch import MicroBatch
 from longshore.data.source import PAIR
 from longshore.data.steps import Step
 from longshore.distributed.collectives import agreed, sum_over
@@ -74,7 +74,7 @@ from longshore.train.loss import (
     sequences_of,
     without_uncounted_labels,
 )
-from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
+from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, update_bias
 from longshore.train.supervision import RankStatus, RunError
 
 GIB = 2**30
@@ -309,7 +309,8 @@ class Stepper:
         counted = self.copies.counted if self.copies else None
         norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
         self.status.at("optimizer")
-        set_lr(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         routed = counts.over_lanes(self.topology)
@@ -387,8 +388,9 @@ class Stepper:
             total, faults = self.loss.summed(out.values, batch, inputs)
             main = total / divisor
             depths = [
-                masked_sum(nll_T, _targets(depth)) / max(count, 1)
+                masked_sum(nll_T, depth.targets) / max(count, 1)
                 for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
+                if depth.targets is not None  # as on every stage with the head
             ]
         balance = mixers = main.new_zeros(())
         for routed in out.routed:
@@ -402,11 +404,6 @@ class Stepper:
         depths = losses[3:]
         total = losses[:3].sum()
         return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total
-
-
-def _targets(depth: Depth) -> Targets:
-    assert depth.targets is not None, "the stage with the head has the targets of all depths"
-    return depth.targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -484,7 +481,10 @@ def read_step(
     ways = GRAPH_WAYS if graphs and queued.result else ()
     graphed: dict[str, int] = {way: int(next(values)) for way in ways}
     names = stepper.loss.metrics
-    own = {name: _finite(value) for name, value in zip(names, values, strict=False)}
+    own = {
+        name: value if math.isfinite(value) else None
+        for name, value in zip(names, values, strict=False)
+    }
     loss, balance, index, *depths = [*values] or (None,) * 3
     elapsed = queued.end.since(queued.begin)
     step, plan = queued.step, queued.step.plan
@@ -528,10 +528,6 @@ def check_gradient(queued: QueuedStep, loss: str) -> None:
             "nothing would be trained; compute them from what it gets, without detach(), item(), "
             "torch.no_grad() or whole numbers"
         )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _experts(queued: QueuedStep) -> tuple[tuple[int, ...], ...]:
