@@ -51,7 +51,8 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
-from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers
+from longshore.train.record import writing
 from longshore.train.supervision import HEARTBEATS
 
 if TYPE_CHECKING:

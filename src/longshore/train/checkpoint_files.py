@@ -16,24 +16,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from longshore.files import (
-    FULL,
-    check_room,
-    free_bytes,
-    open_sealed,
-    parse_json,
-    reason,
-    sealed_json,
-    size_text,
-    way_out,
-)
-from longshore.train.supervision import RunError
+from longshore.files import check_room, open_sealed, parse_json, reason, sealed_json
 
 FORMAT = "longshore checkpoint"
 VERSION = 3
@@ -314,24 +302,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-@contextmanager
-def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
-    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
-
-    then: the advice once the cause is gone; by default, to resume the run. needed: bytes of all
-    that is written, 0 if unknown.
-    """
-    try:
-        yield
-    except OSError as error:
-        remove_leftovers(run)
-        after = then or f"resume with --resume {run}"
-        # When a file is copied, the second name is that of the new one.
-        file, why = error.filename2 or error.filename or run, reason(error)
-        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
-            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
-        raise RunError(
-            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
-        ) from None

@@ -42,8 +42,7 @@ from longshore.plan.refine import (
     round_parts,
 )
 from longshore.plan.types import Plan
-from longshore.train.checkpoint_files import writing
-from longshore.train.record import cut_steps
+from longshore.train.record import cut_steps, writing
 from longshore.train.step import StepReport
 
 EVERY = 16
