@@ -380,7 +380,7 @@ def no_room(folder):
         checkpoints.confirm(2)
         with pytest.raises(RunError) as caught:
             checkpoints.wait()
-        return str(caught.value), free / size, checkpoints.room_warning()
+        return str(caught.value), free / size, checkpoints.disk_warning()
 
 
 def test_room_is_looked_for_before_a_save(tmp_path):

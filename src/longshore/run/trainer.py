@@ -221,7 +221,7 @@ class Trainer:
                 record.note(text)
             else:
                 record.warn(0, text.removeprefix("warning: "))
-        warnings = self._parts.checkpoints.room_warning() if self._keeps else ()
+        warnings = self._parts.checkpoints.disk_warning() if self._keeps else ()
         for line in (*notes, *warnings):
             record.note(line)
         job.status.at("waiting for data", step=self._done + 1)

@@ -279,7 +279,7 @@ class Checkpoints:
         sizes = gather_rows(torch.tensor([[own]]), self._groups.world, expected=1)
         return int(torch.cat(sizes).sum())
 
-    def room_warning(self) -> list[str]:
+    def disk_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
         free, needed = free_bytes(self.run), self.save_bytes
         if free is None or free > needed:

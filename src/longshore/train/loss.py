@@ -55,7 +55,7 @@ TEMPERATURE = "temperature"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSums:
-    """Every sequence of a step, by its place in the plan; the same on all lanes."""
+    """Every sequence of a step, by its index in the plan; the same on all lanes."""
 
     logprobs: Tensor
     """float64 (N): the sum over a sequence's loss tokens."""

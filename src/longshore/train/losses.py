@@ -233,10 +233,10 @@ def _check_pairs(numbers_P: Tensor, index_N: Tensor, sign_N: Tensor) -> None:
     size_P = zeros_P.index_add(0, index_N, torch.ones_like(index_N))
     wrong_P = (chosen_P != 1) | (rejected_P != 1) | (size_P != 2)
     if bool(wrong_P.any()):
-        place = int(wrong_P.nonzero()[0])
+        at = int(wrong_P.nonzero()[0])
         raise ValueError(
-            f"train.loss=dpo: pair {int(numbers_P[place])} has {int(size_P[place])} sequences in "
-            f"this step, {int(chosen_P[place])} of them with sign 1 and {int(rejected_P[place])} "
+            f"train.loss=dpo: pair {int(numbers_P[at])} has {int(size_P[at])} sequences in "
+            f"this step, {int(chosen_P[at])} of them with sign 1 and {int(rejected_P[at])} "
             "with sign −1; give each pair one of each, and let data.group=pair keep them together"
         )
 

@@ -104,7 +104,7 @@ class Beat:
     """The run's, or "" until it is known."""
 
     @property
-    def place(self) -> str:
+    def progress(self) -> str:
         """step 12, round 2, forward."""
         step = [f"step {self.step}"] if self.step else []
         return ", ".join([*step, *([f"round {self.round}"] if self.round else []), self.phase])
@@ -319,14 +319,15 @@ class Watch:
         ranks = self.stuck(among)
         beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         others = [beat for rank, beat in sorted(self.beats.items()) if rank not in ranks]
-        waiting = f"; the others wait for it: {_where(others[0])}" if others else ""
+        waiting = f"; the others wait for it: {others[0].progress}" if others else ""
+        waiting += f", in {others[0].waits}" if others and others[0].waits else ""
         seconds = f"{min(map(self._since, beats or others), default=0.0):.0f} s"
         if not beats:
             return f"{ranks_in_words(ranks)} gave no sign of life for {seconds}{waiting}"
         has = f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
         stopped = " (its process does not run)" if ranks[0] in self._silent() else ""
         return (
-            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].place}{stopped}"
+            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].progress}{stopped}"
             f"{waiting}"
         )
 
@@ -345,10 +346,6 @@ def is_stuck(phase: str, unmoved_s: float, longest_s: float) -> bool:
     """Whether what was asked to stop is to be ended. longest_s: between two moves; 0: unknown."""
     limit = max(STUCK_S, SLOWER * longest_s) if longest_s else UNTIMED_S
     return phase != SAVING and unmoved_s >= limit
-
-
-def _where(beat: Beat) -> str:
-    return f"{beat.place}, in {beat.waits}" if beat.waits else beat.place
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
