@@ -19,7 +19,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,12 +83,8 @@ class Tracker:
             return None
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
 def make_trackers(
-    names: Iterable[str], folder: str | Path, config: Mapping[str, Any], *, warn: Warn = _warn
+    names: Iterable[str], folder: Path, config: Mapping[str, Any], *, warn: Warn
 ) -> list[Tracker]:
     """One for each name; raises for an unknown name, or if its package is not installed.
 
@@ -97,7 +92,7 @@ def make_trackers(
     """
     unique = list(dict.fromkeys(names))
     check_trackers(unique)
-    return [Tracker(name, Path(folder), config, warn) for name in unique]
+    return [Tracker(name, folder, config, warn) for name in unique]
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -376,9 +371,8 @@ class RunRecord:
         self._sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
         with ExitStack() as opened:
             with writing(folder):
-                metrics, plans = ((folder / name).open("ab", 0) for name in (METRICS, PLANS))
-                self._metrics = opened.enter_context(metrics)
-                self._plans = opened.enter_context(plans)
+                self._metrics = opened.enter_context((folder / METRICS).open("ab", 0))
+                self._plans = opened.enter_context((folder / PLANS).open("ab", 0))
             self._plan_bytes = os.fstat(self._plans.fileno()).st_size
             self._view = opened.enter_context(view)
             for note in notes:
@@ -473,13 +467,12 @@ def stage_times(
     with writing(run):
         path.parent.mkdir(exist_ok=True)
         cut_steps(path, after)
-        file = path.open("a", encoding="utf-8")
+        file = path.open("ab", 0)
 
     def write(report: StepReport) -> None:
         if report.stages:
             with writing(run):
-                file.write(json.dumps(stage_line(report, topology.pp_rank), allow_nan=False) + "\n")
-                file.flush()
+                append_line(file, json.dumps(stage_line(report, topology.pp_rank), allow_nan=False))
 
     with file:
         yield write

@@ -37,21 +37,13 @@ WARM_STEPS = 2  # changes of the step before times count: the first step compile
 
 
 class RankStatus:
-    """Where a rank is in the run; its main thread updates it, other threads only read."""
+    """Where a rank is in the run, see Beat; its main thread updates it, other threads only read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.step = 0
-        """From 1; 0 before the first."""
-        self.round = 0
-        """From 1; 0 outside of rounds."""
+        self.step = self.round = self.moves = 0
         self.phase = "starting"
-        """What the rank does, such as forward."""
-        self.moves = 0
-        """How often the status changed: the same on all ranks at the same point of the run."""
         self.longest_s = 0.0
-        """The longest time between two moves, after the first step."""
         self.folder = ""
-        """The run's, once it is known."""
         self.on_first_step: Callable[[], None] = lambda: None
         """Called when the first step begins; from then on a run that is asked to stop saves."""
         self._clock = clock
@@ -80,7 +72,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's status as other processes read it; see RankStatus."""
+    """A rank's status as other processes read it."""
 
     rank: int
     """Whose status it is."""
@@ -93,11 +85,11 @@ class Beat:
     phase: str
     """What it does, such as forward."""
     moves: int
-    """How often its status changed."""
+    """How often its status changed: the same on all ranks at the same point of the run."""
     unmoved_s: float
     """Seconds since the last move."""
     longest_s: float
-    """The longest time between two moves."""
+    """The longest time between two moves, after the first step."""
     waits: str
     """The collective the rank is in, or ""."""
     folder: str
