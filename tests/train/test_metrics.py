@@ -9,8 +9,8 @@ from tests.metrics_file import read_metrics
 
 from longshore.train import record as module
 from longshore.train.display import StepMetrics, graphed_text
-from longshore.train.record import RunRecord, append_line, cut_steps, writing
-from longshore.train.supervision import RunError
+from longshore.train.record import RunRecord, append_line, cut_steps
+from longshore.train.supervision import RunError, writing
 
 METRICS = StepMetrics(
     step=1,

@@ -33,24 +33,15 @@ from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
-from longshore.files import (
-    FULL,
-    free_bytes,
-    parse_json,
-    reason,
-    size_text,
-    way_out,
-    write_atomically,
-)
+from longshore.files import parse_json, reason, write_atomically
 from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
-from longshore.train.checkpoint_files import remove_leftovers
 from longshore.train.display import Display, graphed_text, make_display
 from longshore.train.evaluation import Evaluation
 from longshore.train.loss import Faults
 from longshore.train.safetensors_stream import write_safetensors
 from longshore.train.step import Stepper, StepReport, StepResult
-from longshore.train.supervision import RunError
+from longshore.train.supervision import writing
 
 Warn = Callable[[str], None]
 Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
@@ -158,27 +149,6 @@ MOST_BYTES = 256 << 20
 METRICS, PLANS, EVALS, WARNINGS = FILES = [
     f"{name}.jsonl" for name in ("metrics", "steps", "evals", "warnings")
 ]
-
-
-@contextmanager
-def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
-    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
-
-    then: the advice once the cause is gone; by default, to resume the run. needed: bytes of all
-    that is written, 0 if unknown.
-    """
-    try:
-        yield
-    except OSError as error:
-        remove_leftovers(run)
-        after = then or f"resume with --resume {run}"
-        # When a file is copied, the second name is that of the new one.
-        file, why = error.filename2 or error.filename or run, reason(error)
-        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
-            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
-        raise RunError(
-            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
-        ) from None
 
 
 def append_line(file: FileIO, text: str) -> None:

@@ -42,8 +42,9 @@ from longshore.plan.refine import (
     round_parts,
 )
 from longshore.plan.types import Plan
-from longshore.train.record import cut_steps, writing
+from longshore.train.record import cut_steps
 from longshore.train.step import StepReport
+from longshore.train.supervision import writing
 
 EVERY = 16
 """Steps of a window."""

@@ -32,6 +32,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from longshore.files import FULL, free_bytes, reason, size_text, way_out
+from longshore.train.checkpoint_files import remove_leftovers
+
 PERIOD_S = 1.0
 WARM_STEPS = 2  # changes of the step before times count: the first step compiles
 
@@ -393,6 +396,27 @@ class Interrupted(KeyboardInterrupt):
 
 class RunError(Exception):
     """The run cannot continue, for a reason outside of the program; printed without a traceback."""
+
+
+@contextmanager
+def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
+    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
+
+    then: the advice once the cause is gone; by default, to resume the run. needed: bytes of all
+    that is written, 0 if unknown.
+    """
+    try:
+        yield
+    except OSError as error:
+        remove_leftovers(run)
+        after = then or f"resume with --resume {run}"
+        # When a file is copied, the second name is that of the new one.
+        file, why = error.filename2 or error.filename or run, reason(error)
+        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
+            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
+        raise RunError(
+            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
+        ) from None
 
 
 def exit_code(number: int) -> int:
