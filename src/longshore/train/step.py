@@ -4,28 +4,14 @@ In: a model on its lanes, the lane's micro-batches, a loss. Out: the step's loss
 norm, still on the device, and from them a StepReport once the device has them. Every lane runs
 every round. Each loss sum is divided by the count of the full step before backward, and gradients
 are summed over lanes and rounds, so the update is that of all sequences together, however they were
-packed:
+packed. A step without a loss token is skipped, on all lanes alike.
 
     2 lanes × 2 rounds with loss sums 3, 5 and 2, 6 over 8 loss tokens: loss (3 + 5 + 2 + 6) / 8 = 2
 
-With experts or depths of multi-token prediction the loss is
+With experts or depths of multi-token prediction, and mixers that have a loss of their own, it is
 
     main / loss tokens + (balance + mixers) / tokens
     + mtp_weight / depths · Σ depth_d / its loss tokens
-
-where losses of a depth's experts and mixer are divided by the tokens that this depth sees; a mixer
-may have a loss of its own, as that of sparse attention's indexer.
-A step without a loss token is skipped, on all lanes alike.
-
-A loss of whole sequences, such as DPO's, takes two passes over the rounds, exact under any plan,
-although lanes and rounds hold parts of them. The first, without gradient, sums the
-log-probabilities S of every sequence over tokens, rounds and lanes. Then the loss f(S) and its
-derivatives c = ∂f/∂S are known, and the second pass trains
-
-    Σ over sequences n and their loss tokens t of   c_n·logprob_t + (f_n − c_n·S_n) / tokens_n
-
-whose gradient is that of f, and whose value is f itself. With S = −2 and −3 of a pair and f = −log
-σ(S₀ − S₁) = 0.313, the slopes are −0.269 and 0.269.
 """
 
 import math
@@ -88,7 +74,18 @@ def step_inputs(
     plan: Plan | None,
     begin: Callable[[Action], None],
 ) -> StepInputs:
-    """What the loss reads of the step; all ranks call it together."""
+    """What the loss reads of the step; all ranks call it together.
+
+    A loss of whole sequences, such as DPO's, takes two passes over the rounds, exact under any
+    plan. The first, without gradient, sums the log-probabilities S of every sequence over tokens,
+    rounds and lanes. Then the loss f(S) and its derivatives c = ∂f/∂S are known, and the second
+    pass trains
+
+        Σ over sequences n and their loss tokens t of   c_n·logprob_t + (f_n − c_n·S_n) / tokens_n
+
+    whose gradient is that of f, and whose value is f itself. With S = −2 and −3 of a pair and
+    f = −log σ(S₀ − S₁) = 0.313, the slopes are −0.269 and 0.269.
+    """
     call, topology = loss.call, executor.topology
     size = 2 + 2 * len(loss.metrics)
     totals = torch.zeros(size, dtype=torch.float64, device=topology.device)
@@ -380,7 +377,10 @@ class Stepper:
         has_head: bool = True,
         inputs: StepInputs = NO_STEP,
     ) -> tuple[Tensor, Faults | None]:
-        """A stage's part of each loss in a round, divided by the count of the full step."""
+        """A stage's part of each loss in a round, divided by the count of the full step.
+
+        Losses of a depth's experts and mixer are divided by the tokens that this depth sees.
+        """
         wide = torch.promote_types(out.values.dtype, torch.float32)
         zero, faults = out.values.new_zeros((), dtype=wide), None
         main, depths = zero, [zero] * len(self.model.config.mtp)
