@@ -199,11 +199,7 @@ class LossCall:
             softcap=layer.softcap,
         )
 
-    def __call__(self, given: Tensor, batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
-        """The function's result, from nll (T) or statistics (T, 4)."""
-        return self.call(_by_name(given), batch, step)
-
-    def call(self, values: Mapping[str, Any], batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
+    def __call__(self, values: Mapping[str, Any], batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
         """The function with these values and with what it reads of the batch and the step."""
         every = {**values, "batch": batch, "counts": batch.counts}
         if "sequence_tokens" in self.names:
@@ -211,18 +207,6 @@ class LossCall:
             tokens_T = of_tokens(step.sequence_tokens, batch, padding=1).clamp(min=1)
             every["sequence_tokens"] = tokens_T
         return self.function(**{name: every[name] for name in self.names}, **self.options)
-
-    def with_head(
-        self, hidden_TC: Tensor, layer: OutputLayer, batch: MicroBatch, step: StepInputs
-    ) -> tuple[Any, bool]:
-        """The function's result, from hidden states and the head, and whether the head was used."""
-        assert batch.targets is not None
-        head = LogitsHead(hidden_TC, layer)
-        values: dict[str, Any] = {"hidden": hidden_TC, "head": head}
-        if self.names & {*OF_NLL, *OF_STATISTICS}:
-            values |= _by_name(self.statistics(hidden_TC, layer, batch.targets.labels))
-            head.is_used = True
-        return self.call(values, batch, step), head.is_used
 
 
 def _by_name(given: Tensor) -> dict[str, Any]:
@@ -473,7 +457,10 @@ class Loss:
         if call.of_sequences:
             values_T, faults = masked_values(partial(_second_pass, step), values, batch)
         else:
-            function = partial(call, step=step)
+
+            def function(given: Tensor, batch: MicroBatch) -> Any:  # noqa: ANN401
+                return call(_by_name(given), batch, step)
+
             values_T, faults = masked_values(
                 function, values, batch, metrics=call.metrics, step=step
             )
@@ -502,9 +489,15 @@ def _read_head(call: LossCall, step: StepInputs, batch: MicroBatch) -> Reader:
 
         def function(own_TC: Tensor, batch: MicroBatch) -> Any:  # noqa: ANN401
             nonlocal is_used
-            result, is_used = call.with_head(own_TC, layer, batch, step)
+            assert batch.targets is not None
+            head = LogitsHead(own_TC, layer)
+            given: dict[str, Any] = {"hidden": own_TC, "head": head}
+            if call.names & {*OF_NLL, *OF_STATISTICS}:
+                given |= _by_name(call.statistics(own_TC, layer, batch.targets.labels))
+                head.is_used = True
+            result = call(given, batch, step)
             values = result[0] if isinstance(result, tuple) and result else result
-            is_used = is_used and isinstance(values, Tensor) and values.requires_grad
+            is_used = head.is_used and isinstance(values, Tensor) and values.requires_grad
             return result
 
         values_T, step.faults[batch.round] = masked_values(
