@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     files = {name: SavedFile(**file) for name, file in data["files"].items()}
     tensors = {}
     for name, tensor in data["tensors"].items():
-        shape = _sizes(tensor["shape"])
+        shape = tuple(map(int, tensor["shape"]))
         chunks = tuple(_chunk(name, shape, chunk) for chunk in tensor["chunks"])
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
         check_covered(name, tensors[name])
@@ -153,7 +153,10 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
     counts = {name: data[name] for name in ("step", "updates", "ranks")}
-    _check_counts(**counts)
+    for name, value in counts.items():
+        least, most = (0, counts["step"]) if name == "updates" else (1, math.inf)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}")
     return CheckpointIndex(
         **counts,
         loader=dict(data["loader"]),
@@ -169,23 +172,10 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
         raise ValueError(f"parts of {name} are missing or listed twice")
 
 
-def _check_counts(step: int, updates: int, ranks: int) -> None:
-    for name, value, least, most in (
-        ("step", step, 1, math.inf),
-        ("updates", updates, 0, step),
-        ("ranks", ranks, 1, math.inf),
-    ):
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} is {value!r}")
-
-
-def _sizes(numbers: Iterable[object]) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)  # type: ignore[call-overload]
-
-
 def _chunk(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
     offsets, sizes, file, *key = data
-    chunk = SavedChunk(_sizes(offsets), _sizes(sizes), str(file), str(*key) or name)
+    offsets, sizes = tuple(map(int, offsets)), tuple(map(int, sizes))
+    chunk = SavedChunk(offsets, sizes, str(file), str(*key) or name)
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         raise ValueError(f"parts of {name} have another number of dims")
     return chunk
