@@ -36,7 +36,7 @@ from longshore.plan.planner import plan_step
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         policy_names,
     )
     from longshore.run.trainer import Trainer
-    from longshore.train.heartbeat import RunError
+    from longshore.train.supervision import RunError
 
 _NAMES_OF = {
     "advisor.step_time": "model_cost",
@@ -83,7 +83,7 @@ _NAMES_OF = {
     "plan.planner": "make_plan",
     "plan.types": "Policy policy_named policy_names Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
-    "train.heartbeat": "RunError",
+    "train.supervision": "RunError",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 

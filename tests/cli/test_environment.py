@@ -21,7 +21,7 @@ from longshore.cli.environment import (
 )
 from longshore.cli.main import main
 from longshore.distributed.process_group import loopback
-from longshore.train.heartbeat import Interrupted, signals_raise
+from longshore.train.supervision import Interrupted, signals_raise
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONSAFEPATH")
 

@@ -20,7 +20,7 @@ from longshore.cli.launch import (
 from longshore.cli.main import main
 from longshore.config.load import load_config
 from longshore.distributed.process_group import Ranks, loopback_variables, ranks_from_environment
-from longshore.train.heartbeat import (
+from longshore.train.supervision import (
     TWICE_S,
     Interrupted,
     RankStatus,
@@ -112,7 +112,8 @@ def in_step_3(config, ranks, then):
     status.folder = "runs/a"
     address = ranks.rendezvous
     attending = supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=address)
-    with attending as stop, stop.after_steps():
+    with attending as stop:
+        stop.can_save = True
         while not all(beat_path(Path(address[7:]).parent, r).exists() for r in range(2)):
             time.sleep(0.01)
         Path(f"{config.output.folder}-{ranks.rank}").write_text(str(os.getpid()))

@@ -14,11 +14,11 @@ from longshore.cli.main import main
 LOSS = """\
 import json, os, pathlib, signal, threading, time
 import torch.distributed as dist
-from longshore.train import checkpoint_storage
+from longshore.train import checkpoint
 
 ORDER = pathlib.Path({order!r})
 calls = 0
-honest = checkpoint_storage.write_safetensors
+honest = checkpoint.write_safetensors
 
 
 def half(path, tensors):
@@ -30,7 +30,7 @@ def half(path, tensors):
     return honest(path, tensors)
 
 
-checkpoint_storage.write_safetensors = half
+checkpoint.write_safetensors = half
 
 
 def dies(nll, batch):

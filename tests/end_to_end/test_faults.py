@@ -96,10 +96,10 @@ def test_sigterm_ends_a_run_with_a_checkpoint(start, tmp_path):
 ASKED = """\
 import os, pathlib, signal, threading, time
 import torch.distributed as dist
-from longshore.train import evaluation, stop
+from longshore.train import evaluation, supervision
 
 heard = threading.Event()
-take, sums = stop.Stop.take, evaluation._sums
+take, sums = supervision.Stop.take, evaluation._sums
 rounds = 0
 
 
@@ -109,7 +109,7 @@ def hear(self, number):
     return answer
 
 
-stop.Stop.take = hear
+supervision.Stop.take = hear
 
 
 def ask():

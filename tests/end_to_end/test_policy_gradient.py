@@ -18,7 +18,7 @@ from longshore.data.pack import cut_shards, lane_cuts, pack_step
 from longshore.data.source import Field
 from longshore.model.decoder import Decoder
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 

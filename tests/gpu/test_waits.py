@@ -26,7 +26,7 @@ from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 

@@ -22,7 +22,7 @@ from longshore.ops.kernels import cross_entropy as kernels  # noqa: E402
 from longshore.parallel import pipeline as executor  # noqa: E402
 from longshore.plan import make_plan  # noqa: E402
 from longshore.train import step  # noqa: E402
-from longshore.train.loss import make_loss  # noqa: E402
+from longshore.train.losses import make_loss  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}

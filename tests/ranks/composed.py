@@ -16,7 +16,7 @@ from longshore.parallel.apply import Choices
 from longshore.parallel.pipeline import EmbeddingCopies, stages_of, whole_name
 from longshore.parallel.shards import boxes_of, cuts_by_name
 from longshore.plan.layout import Layout, one_stage
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import clip
 from longshore.train.step import Stepper
 

@@ -11,7 +11,7 @@ from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import adapted, config_keys, parameters_on_meta
 from longshore.parallel.apply import parallelize
 from longshore.parallel.shards import fill
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 SIZES = {

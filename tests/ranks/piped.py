@@ -19,7 +19,7 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline import EmbeddingCopies, Stages, stages_of, whole_name
 from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 

@@ -21,7 +21,7 @@ from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 from longshore.plan import Plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 VOCAB = 61

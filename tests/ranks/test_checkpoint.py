@@ -27,8 +27,8 @@ from longshore.train.checkpoint_files import (
     read_index,
     saved_steps,
 )
-from longshore.train.heartbeat import RunError
 from longshore.train.optimizer import make_optimizer
+from longshore.train.supervision import RunError
 
 LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "seed": 3, "shuffle": True}
 
@@ -315,24 +315,6 @@ def test_damaged_ones_are_passed_over(tmp_path):
         check_equal(state, states[0])
 
 
-def as_rows(data):
-    """As the version before listed a tensor: rows, under its own name."""
-    for tensor in data["tensors"].values():
-        tensor["chunks"] = [
-            [offsets[0] if offsets else 0, sizes[0] if sizes else 1, file]
-            for offsets, sizes, file in tensor["chunks"]
-        ]
-    data["version"] = 2
-
-
-def test_the_version_before_is_loaded(tmp_path):
-    (states,) = run_ranks(1, several, str(tmp_path), [1], 2)
-    edited(checkpoint_folder(tmp_path, 1), as_rows)
-    for position, lines, state, *_ in run_ranks(2, loaded, 2, "zero3", str(tmp_path)):
-        assert (position.step, lines) == (1, [])
-        check_equal(state, states[0])
-
-
 def refused(lanes, folder):
     with state_on(lanes, "none", folder) as checkpoints, pytest.raises(ValueError) as caught:  # noqa: PT011
         checkpoints.load_newest()
@@ -398,7 +380,7 @@ def no_room(folder):
         checkpoints.confirm(2)
         with pytest.raises(RunError) as caught:
             checkpoints.wait()
-        return str(caught.value), free / size, checkpoints.room_warning()
+        return str(caught.value), free / size, checkpoints.disk_warning()
 
 
 def test_room_is_looked_for_before_a_save(tmp_path):

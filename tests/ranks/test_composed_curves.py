@@ -22,8 +22,8 @@ from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position
-from longshore.train.evaluation import HeldOut
-from longshore.train.loss import make_loss
+from longshore.train.evaluation import evaluate
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
 
@@ -98,7 +98,7 @@ def curve(name: str, way: Way, steps: int, folder: str) -> list[tuple[float, ...
             else:
                 list(tensors)
 
-        held = HeldOut("held", make_steps(config, layout, topology, seed=9, policy=way.policy))
+        held = make_steps(config, layout, topology, seed=9, policy=way.policy)
         data = make_steps(config, layout, topology, seed=1, policy=way.policy)
         with Loader(data) as loader:
             position, _ = checkpoints.load_newest()
@@ -116,8 +116,8 @@ def curve(name: str, way: Way, steps: int, folder: str) -> list[tuple[float, ...
             checkpoints.save(Position(steps, steps, loader.state_dict()))
             checkpoints.confirm(steps)
             checkpoints.wait()
-        evaluation = held.evaluate(stepper.executor)
-        held.steps.close()
+        evaluation = evaluate(held, stepper.executor)
+        held.close()
         checkpoints.close()
         if copies is not None:
             copies.close()

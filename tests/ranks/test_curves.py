@@ -16,7 +16,7 @@ from longshore.data.mock import MockSource
 from longshore.data.source import BatchSize
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
 

@@ -9,17 +9,17 @@ from longshore.data.source import BatchSize, MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing
 from longshore.parallel.pipeline import Executor
 from longshore.plan import make_plan
-from longshore.train.evaluation import HeldOut
-from longshore.train.heartbeat import RankStatus
-from longshore.train.loss import make_loss
+from longshore.train.evaluation import evaluate
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
+from longshore.train.supervision import RankStatus
 
 LENGTHS = [40, 3, 1, 17, 2, 60, 5, 9]
 CONFIGS = {"dense": dense, "hybrid": HYBRIDS["hybrid"]}
 
 
-def held_out(topology, depths: int, policy: str, batch: int) -> HeldOut:
+def held_out(topology, depths: int, policy: str, batch: int) -> IndexedSteps:
     plan = make_plan(LENGTHS, lanes=1, capacity=200)
     samples = make_samples(plan, seed=7)
     source = MemorySource(TokenizedSample(0, s.tokens, s.loss_mask) for s in samples.values())
@@ -27,7 +27,7 @@ def held_out(topology, depths: int, policy: str, batch: int) -> HeldOut:
     def planner(sequences):
         return make_plan(sequences, lanes=topology.lanes, capacity=64, policy=policy)
 
-    steps = IndexedSteps(
+    return IndexedSteps(
         source,
         planner=planner,
         batch=BatchSize("sequences", batch),
@@ -36,7 +36,6 @@ def held_out(topology, depths: int, policy: str, batch: int) -> HeldOut:
         topology=topology,
         packing=Packing(depths=depths),
     )
-    return HeldOut("held-out", steps)
 
 
 def losses(lanes: int, name: str) -> list[tuple]:
@@ -49,9 +48,9 @@ def losses(lanes: int, name: str) -> list[tuple]:
             mode, batch = turns[(number + lanes // 2) % 2]
             model = sharded(config, topology, groups, exact(mode=mode))
             held = held_out(topology, len(config.mtp), policy, batch)
-            result = held.evaluate(Executor(model, topology, mode=mode))
+            result = evaluate(held, Executor(model, topology, mode=mode))
             found.append((result.loss, result.loss_tokens, *result.mtp_losses))
-            held.steps.close()
+            held.close()
     return found
 
 
@@ -89,12 +88,12 @@ def steps_with_and_without(mode: str) -> tuple:
                 if evaluates and number < 2:
                     held = held_out(topology, 0, "mixed", 4)
                     executor, status = Executor(model, topology, mode=mode), RankStatus()
-                    first = held.evaluate(executor)
+                    first = evaluate(held, executor)
                     asked = iter([False, True])
-                    assert held.evaluate(executor, status, stops=asked.__next__) is None
+                    assert evaluate(held, executor, status, stops=asked.__next__) is None
                     assert (list(asked), status.round) == ([], 1), "stopped after one round"
-                    assert held.evaluate(executor) == first
-                    held.steps.close()
+                    assert evaluate(held, executor) == first
+                    held.close()
             second.append((done.losses.tolist(), done.grad_norm.item()))
     return tuple(second)
 

@@ -40,7 +40,7 @@ from longshore.parallel.pipeline import stages_of
 from longshore.parallel.shards import cuts_by_name
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import parse_layout
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 LIMIT = 1e-9

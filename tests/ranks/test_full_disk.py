@@ -25,7 +25,7 @@ from longshore.plan.layout import one_stage
 from longshore.run import score
 from longshore.run.weights import export_weights, write_weights
 from longshore.train import safetensors_stream
-from longshore.train.heartbeat import RunError
+from longshore.train.supervision import RunError
 
 LAYER = LayerConfig(
     AttentionConfig(heads=4, kv_heads=2, head_dim=4, qk_norm=True), MLPConfig(width=12)

@@ -24,7 +24,7 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 ALL = LoRAConfig(rank=3, alpha=6.0)

@@ -15,7 +15,7 @@ from longshore.data.pack import cut_shards, lane_cuts, pack_step
 from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 LENGTHS = [23, 2, 7, 40, 5, 9, 18, 3]

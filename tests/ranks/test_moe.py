@@ -22,7 +22,7 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import begin_round
 from longshore.parallel.shards import fill
 from longshore.plan import Pack, Plan, Round, make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import RoutingCounts, update_bias
 
 LIMIT = 1e-9

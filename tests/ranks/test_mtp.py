@@ -11,7 +11,7 @@ from tests.ranks.hybrids import deepseek, hybrid
 from tests.ranks.spine import MTP_WEIGHT, PAD, batches_of, exact, lanes_of, make_samples, sharded
 
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 LIMIT = 1e-9

@@ -13,7 +13,7 @@ from tests.ranks.spine import alone, exact, make_samples
 from longshore.distributed import recording
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 WATCHDOG_S = 60

@@ -30,7 +30,7 @@ from longshore.parallel.pipeline import Executor
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import make_order, one_stage, parse_layout
 from longshore.plan.simulate import Queue, message_of
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 Recordings = list[list[Operation]]

@@ -18,10 +18,10 @@ from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.plan import make_plan
-from longshore.train.heartbeat import RunError
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
+from longshore.train.supervision import RunError
 
 LENGTHS = [40, 7, 1, 2, 16]
 

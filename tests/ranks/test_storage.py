@@ -30,7 +30,7 @@ from longshore.parallel.pipeline import EmbeddingCopies, Stages, tensor_names
 from longshore.parallel.shards import boxes_of
 from longshore.plan.layout import one_stage, parse_layout
 from longshore.settings import ShardMode
-from longshore.train import checkpoint_storage
+from longshore.train import checkpoint
 from longshore.train.checkpoint import Checkpoints, Position, make_moments, state_of
 from longshore.train.checkpoint_files import checkpoint_folder, read_index
 from longshore.train.optimizer import make_optimizer
@@ -165,19 +165,19 @@ def saved(way: Way, folder: Path) -> None:
 def loaded(way: Way, folder: Path) -> None:
     """Loads a checkpoint; no rank reads more than it has."""
     with checkpoints_of(way, folder) as checkpoints:
-        sizes, read = [], checkpoint_storage.read_block
+        sizes, read = [], checkpoint.read_block
 
         def counted(file, key, offsets, target):
             if not key.startswith("rng."):
                 sizes.append(target.nbytes)
             read(file, key, offsets, target)
 
-        checkpoint_storage.read_block = counted
+        checkpoint.read_block = counted
         make_moments(checkpoints.model, checkpoints.optimizer, updates=0)
         for _, local, _ in pairs_of(checkpoints):
             local.zero_()
         assert checkpoints.load(5) == Position(5, 2, {})
-        checkpoint_storage.read_block = read
+        checkpoint.read_block = read
         check_values(checkpoints)
         once = {(name, local.shape): local.nbytes for name, local, _ in pairs_of(checkpoints)}
         assert sum(sizes) <= sum(local.nbytes for _, local, _ in pairs_of(checkpoints))

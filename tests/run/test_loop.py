@@ -15,9 +15,9 @@ from longshore.plan import make_plan
 from longshore.run import trainer
 from longshore.run.trainer import Trainer, warmup_steps
 from longshore.train import step
-from longshore.train.heartbeat import RunError
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.step import RoundResults, StepResult
+from longshore.train.supervision import RunError
 
 PLAN = make_plan([5, 3], lanes=1, capacity=8)
 CONFIG = load_config(None, [])

@@ -128,4 +128,4 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         status=None,
         display="none",
     )
-    assert parts.open_held_out(job, None).steps is None
+    assert parts.open_held_out(job, None) is None

@@ -25,7 +25,8 @@ from longshore.data.source import Field
 from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 from longshore.run.data import open_stream
-from longshore.train.loss import check_fields, make_loss
+from longshore.train.loss_fields import check_needed
+from longshore.train.losses import make_loss
 
 WORDS = ("model.preset=tiny-llama", "data.batch=4", "plan.capacity=64")
 FIELDS = 'data.fields=["advantages:per_target:float32", "old_logprobs:per_target:float32"]'
@@ -103,7 +104,7 @@ def test_what_a_loss_reads_need_not_be_declared():
     kinds = ["advantages:per_sequence:float32", "old_logprobs:per_target:float32"]
     assert [*map(str, source.fields)] == kinds
     assert source[3].fields["advantages"] == 2
-    check_fields(make_loss("grpo"), source.fields)
+    check_needed("grpo", make_loss("grpo").fields, source.fields)
     plain = open_config(load_config(None, [*WORDS, "data.path=loose.jsonl", "data.ignore=*"]))
     assert plain.fields == ()
     more = ("data.stream=true", "data.max_length=9", "train.steps=2")

@@ -24,7 +24,7 @@ from longshore.ops import backends
 from longshore.run.folder import lock_run
 from longshore.run.parts import open_held_out
 from longshore.train.checkpoint_files import saved_steps
-from longshore.train.heartbeat import RunError
+from longshore.train.supervision import RunError
 
 LENGTHS = {
     "mode": "distribution",

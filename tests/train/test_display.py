@@ -5,15 +5,7 @@ import pytest
 from rich.console import Console
 from tests.train.test_metrics import METRICS
 
-from longshore.train.display import (
-    Lines,
-    Panel,
-    ProgressText,
-    Silent,
-    make_display,
-    sparkline,
-    startup_notes,
-)
+from longshore.train.display import Display, Lines, Panel, make_display, sparkline
 
 
 class Terminal(io.StringIO):
@@ -55,7 +47,7 @@ def plain_environment(monkeypatch):
         ("live", Terminal(), Panel),
         ("live", io.StringIO(), Lines),
         ("plain", Terminal(), Lines),
-        ("none", Terminal(), Silent),
+        ("none", Terminal(), Display),
     ],
 )
 def test_the_stream_decides(kind, stream, made):
@@ -119,9 +111,9 @@ def test_a_note_on_a_step_comes_behind_the_step_s_own_line():
 
 
 def test_what_happens_before_there_is_a_step():
-    for is_first, expected in ((True, "reading the data…\n"), (False, "")):
+    for kind, expected in (("auto", "reading the data…\n"), ("none", "")):
         stream = io.StringIO()
-        startup_notes("auto", stream=stream, is_first=is_first)("reading the data…")
+        make_display(kind, 0, stream=stream).note("reading the data…")
         assert stream.getvalue() == expected
     panel = Panel(60, Console(file=io.StringIO()), "demo", done=40)
     assert "step 40 of 60" in shown(panel), "where a resumed run stands"
@@ -221,17 +213,17 @@ def test_a_long_sparkline_is_means_of_even_parts():
 
 
 def test_time_left_is_from_the_recent_steps():
-    progress = ProgressText(1000)
+    progress = Display(1000)
     assert progress.left() == "starting"
-    progress.add(step(1, elapsed_s=500.0))
+    progress.update(step(1, elapsed_s=500.0))
     assert progress.left() == "138:45:00 left"
     for number in range(2, 22):
-        progress.add(step(number, elapsed_s=0.1))
+        progress.update(step(number, elapsed_s=0.1))
     assert progress.left() == "1:38 left"
 
 
 def test_metrics_of_the_loss_are_shown():
-    text = ProgressText(9)
-    text.add(step(3, loss_metrics={"reward_margin": 0.125, "reward_accuracy": None}))
+    text = Display(9)
+    text.update(step(3, loss_metrics={"reward_margin": 0.125, "reward_accuracy": None}))
     assert "reward margin 0.125" in text.line_parts()
     assert ("", "", "reward margin 0.125") in text.rows()

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from longshore.train.heartbeat import (
+from longshore.train.supervision import (
     Beat,
     RankStatus,
     Watch,
@@ -60,7 +60,7 @@ def test_beats_while_the_main_thread_is_busy(tmp_path):
         status.folder = "runs/a"
         assert wait_for(lambda: (beat := read_beat(path)) and beat.folder and beat.count > 2)
         beat = read_beat(path)
-        assert (beat.rank, beat.place, beat.folder) == (3, "step 12, round 2, forward", "runs/a")
+        assert (beat.rank, beat.progress, beat.folder) == (3, "step 12, round 2, forward", "runs/a")
     assert not path.exists()
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_failed_leaves_its_last_beat(tmp_path):
             raise OSError
     except OSError:
         pass
-    assert read_beat(beat_path(tmp_path, 0)).place == "starting"
+    assert read_beat(beat_path(tmp_path, 0)).progress == "starting"
 
 
 def test_a_quiet_rank_writes_only_while_it_does_not_move(tmp_path):

@@ -12,9 +12,16 @@ from longshore.data.pack import cut_shards, lane_cuts, pack_step
 from longshore.data.source import parse_field
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan import make_plan
-from longshore.train.loss import Loss, check_fields, make_loss, masked_values
-from longshore.train.loss_inputs import LogitsHead, SequenceSums, StepInputs
-from longshore.train.losses import distill, dpo
+from longshore.train.loss import (
+    LogitsHead,
+    Loss,
+    LossCall,
+    SequenceSums,
+    StepInputs,
+    masked_values,
+)
+from longshore.train.loss_fields import check_needed
+from longshore.train.losses import distill, dpo, make_loss
 
 
 def a_batch(*lengths):
@@ -97,6 +104,10 @@ def test_what_a_loss_is_divided_by() -> None:
     tokens += [make_loss("cross_entropy", "auto", {"z_loss": 1e-4}), make_loss("dpo", "tokens")]
     assert {loss.divisor([batch], None) for loss in tokens} == {batch.counts.main}
     assert make_loss("cross_entropy").is_plain
+
+
+def check_fields(loss: Loss, declared) -> None:
+    check_needed(loss.name, loss.fields, declared)
 
 
 def test_the_data_must_have_the_fields_of_a_loss() -> None:
@@ -266,7 +277,7 @@ def test_a_fault_of_a_function_of_logits_is_named(of: str) -> None:
     hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
     weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
     for row, want in ((LAST, LAST), (int((~MASK).nonzero()[0]), -1)):
-        loss, step = Loss(not_finite_at(row, of), None), StepInputs()
+        loss, step = Loss(LossCall(not_finite_at(row, of)), None), StepInputs()
         values = loss.reader(step)(BATCH)(hidden, OutputLayer(weight), BATCH.targets.labels)
         total, faults = loss.summed(values, BATCH, step)
         gradients = torch.autograd.grad(total, (hidden, weight))
@@ -278,7 +289,7 @@ def test_a_fault_of_a_function_of_logits_is_named(of: str) -> None:
 def test_the_head_gets_a_gradient_although_nothing_reads_it() -> None:
     hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
     weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
-    loss, step = Loss(lambda hidden: hidden.square().sum(1), None), StepInputs()
+    loss, step = Loss(LossCall(lambda hidden: hidden.square().sum(1)), None), StepInputs()
     values = loss.reader(step)(BATCH)(hidden, OutputLayer(weight), BATCH.targets.labels)
     loss.summed(values, BATCH, step)[0].backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tests.metrics_file import read_metrics
 
-from longshore.train.checkpoint_files import writing
-from longshore.train.display import MetricsFile, StepMetrics, cut_steps, graphed_text
-from longshore.train.heartbeat import RunError
-from longshore.train.record import RunRecord
-
-MODULES = {"metrics.jsonl": "display", "steps.jsonl": "record"}
+from longshore.train import record as module
+from longshore.train.display import StepMetrics, graphed_text
+from longshore.train.record import RunRecord, append_line, cut_steps
+from longshore.train.supervision import RunError, writing
 
 METRICS = StepMetrics(
     step=1,
@@ -75,13 +73,12 @@ def test_what_is_not_finite_is_null(value):
 
 def test_each_step_is_in_the_file_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file:
+    with path.open("ab", 0) as file:
         for step in (1, 2, 3):
-            file.write(replace(METRICS, step=step))
+            append_line(file, replace(METRICS, step=step).to_json())
             assert [row["step"] for row in read_metrics(path)] == list(range(1, step + 1))
-    file.close()  # twice does no harm
-    with MetricsFile(path) as file:
-        file.write(replace(METRICS, step=4))
+    with path.open("ab", 0) as file:
+        append_line(file, replace(METRICS, step=4).to_json())
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
 
 
@@ -91,29 +88,30 @@ def test_half_a_line_is_taken_off(tmp_path, half):
     whole = METRICS.to_json() + "\n"
     path.write_text(whole + half)
     assert [row["step"] for row in read_metrics(path)] == [1]
-    with MetricsFile(path) as file:
-        file.write(replace(METRICS, step=2))
+    assert cut_steps(path, 1) == []
+    with path.open("ab", 0) as file:
+        append_line(file, replace(METRICS, step=2).to_json())
     assert path.read_text() == whole + replace(METRICS, step=2).to_json() + "\n"
 
 
 def test_a_file_of_half_a_line_alone_begins_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("x" * 9000)
-    MetricsFile(path).close()
+    assert cut_steps(path, 1) == []
     assert path.read_text() == ""
 
 
 def test_a_full_disk_is_told():
-    with MetricsFile("/dev/full") as file, pytest.raises(OSError, match="No space left"):
-        file.write(METRICS)
+    with open("/dev/full", "ab", 0) as file, pytest.raises(OSError, match="No space left"):
+        append_line(file, METRICS.to_json())
 
 
 def test_a_line_that_is_cut_short_is_told(tmp_path, monkeypatch):
     honest = os.write
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+    with (tmp_path / "metrics.jsonl").open("ab", 0) as file:
         monkeypatch.setattr("os.write", lambda fd, line: honest(fd, line[:5]))
         with pytest.raises(OSError, match=r"only 5 of [0-9]+ bytes were written: .*metrics.jsonl"):
-            file.write(METRICS)
+            append_line(file, METRICS.to_json())
 
 
 def line_of(step):
@@ -195,10 +193,11 @@ def test_a_record_that_cannot_be_opened_or_written(tmp_path, monkeypatch, failin
         pass
     (tmp_path / failing).rmdir()
 
-    def full(file, text, path):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(file, text):
+        if file.name.endswith(failing):
+            raise OSError(errno.ENOSPC, "No space left on device", file.name)
 
-    monkeypatch.setattr(f"longshore.train.{MODULES[failing]}.append_line", full)
+    monkeypatch.setattr(module, "append_line", full)
     monkeypatch.setattr("longshore.train.record.step_as_line", lambda report: {})
     with (
         RunRecord(tmp_path, display="none", steps=3, after=0, is_first=True) as record,

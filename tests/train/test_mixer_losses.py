@@ -17,7 +17,7 @@ from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 
 
 def config(*, depths: int = 1) -> DecoderConfig:

@@ -6,7 +6,7 @@ from longshore.batch import Counts
 from longshore.data.pack import context_batches
 from longshore.plan import Pack, Round
 from longshore.train.device import SMALLER_PACKS, WAY_OUT, out_of_memory
-from longshore.train.heartbeat import RankStatus
+from longshore.train.supervision import RankStatus
 
 
 def test_what_is_in_memory_is_counted():

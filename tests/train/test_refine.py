@@ -12,8 +12,7 @@ from longshore.data.steps import IndexedSteps, Loader
 from longshore.plan import make_plan
 from longshore.plan.cost import CostProfile
 from longshore.plan.refine import predicted_seconds, round_parts
-from longshore.train.record import refining
-from longshore.train.refine import Refiner
+from longshore.train.refine import Refiner, refining
 
 TRUE = CostProfile(linear=1.0, quadratic=0.1, gather=(0.1, 0.1), node=8, pack=4.0, round=2.0)
 WRONG = replace(TRUE, quadratic=0.01)
@@ -102,5 +101,3 @@ def test_what_is_recorded_and_shown(tmp_path):
     assert [kind for kind, *_ in line["kinds"]] == [1]
     (shown,) = lines
     assert shown.startswith("step 20: the cost profile is refined by steps 5 to 16: linear × ")
-    off = refining(tmp_path, None, first, after=0, note=lines.append)
-    assert off(SimpleNamespace()) is None, "without plan.refine nothing is read or written"

@@ -12,7 +12,8 @@ from longshore.model.init import init_decoder
 from longshore.parallel import pipeline as executor
 from longshore.plan import make_plan
 from longshore.train import step
-from longshore.train.loss import Loss, make_loss, without_uncounted_labels
+from longshore.train.loss import Loss, LossCall, without_uncounted_labels
+from longshore.train.losses import make_loss
 from longshore.train.step import Stepper
 
 
@@ -58,7 +59,7 @@ def test_of_a_plain_loss_only_labels_that_count_are_summed():
 
 def test_a_users_loss_gets_every_label():
     batches, loss = rounds(), make_loss()
-    own = Loss(lambda nll, batch: nll * 2, loss.divisor)
+    own = Loss(LossCall(lambda nll, batch: nll * 2), loss.divisor)
     for ((_, _, labels, mtp), kwargs), batch in zip(
         calls_of(stepper_of(own), batches), batches, strict=True
     ):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from longshore.train import heartbeat as module
-from longshore.train.heartbeat import Interrupted, RankStatus, exit_code, stop_on_signals
+from longshore.train import supervision as module
+from longshore.train.supervision import Interrupted, RankStatus, exit_code, stop_on_signals
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def wait_for(condition):
 )
 def test_the_first_signal_sets_a_flag(number, line, code, left):
     lines, before = [], signal.getsignal(number)
-    with stop_on_signals(RankStatus(), report=lines.append) as stop, stop.after_steps():
+    with stop_on_signals(RankStatus(), report=lines.append) as stop:
+        stop.can_save = True
         assert not stop.is_asked
         os.kill(os.getpid(), number)
         assert wait_for(lambda: stop.is_asked and lines)
@@ -47,7 +48,8 @@ def test_the_first_signal_sets_a_flag(number, line, code, left):
 
 def test_ctrl_c_again_quits(left, monkeypatch):
     monkeypatch.setattr(module, "TWICE_S", 0.05)
-    with stop_on_signals(RankStatus()) as stop, stop.after_steps():
+    with stop_on_signals(RankStatus()) as stop:
+        stop.can_save = True
         os.kill(os.getpid(), signal.SIGTERM)
         assert wait_for(lambda: stop.is_asked)
         time.sleep(0.1)
@@ -69,12 +71,10 @@ def test_a_run_that_will_not_stop_is_ended_with_a_word(left, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_S", 0.0)
     monkeypatch.setattr(module, "LOOK_S", 0.02)
     lines, answers = [], iter(["", "", "rank 3 has not moved", *[""] * 500])
-    with (
-        stop_on_signals(
-            RankStatus(), report=lines.append, will_not_stop=lambda since_s: next(answers)
-        ) as stop,
-        stop.after_steps(),
-    ):
+    with stop_on_signals(
+        RankStatus(), report=lines.append, will_not_stop=lambda since_s: next(answers)
+    ) as stop:
+        stop.can_save = True
         os.kill(os.getpid(), signal.SIGTERM)
         assert wait_for(lambda: left == [143])
     assert lines == ["stopping after this step; saving", "rank 3 has not moved"]
@@ -101,7 +101,8 @@ def test_what_is_ignored_stays_ignored(left):
     """nohup, or the parent of a rank, has decided."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_on_signals(RankStatus()) as stop, stop.after_steps():
+        with stop_on_signals(RankStatus()) as stop:
+            stop.can_save = True
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.1)
             assert not stop.is_asked

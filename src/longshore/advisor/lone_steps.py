@@ -44,7 +44,7 @@ from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan
 from longshore.plan.types import Sequence as PlanSequence
-from longshore.train.loss import make_loss
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 

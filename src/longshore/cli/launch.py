@@ -11,7 +11,8 @@ a rank that hangs once it was asked. Rank 0 writes to the terminal, the others t
 
 torch's elastic launcher cannot stand in for it: it imports torch in this process (2.6 s and 160 MB
 on a slow machine), hands errors on as text without their type, and kills ranks 30 s after a signal,
-however long their checkpoint takes. Under torchrun the ranks watch each other (train/heartbeat.py).
+however long their checkpoint takes. Under torchrun, which is that launcher, the ranks watch each
+other (train/supervision.py), by the same rules and in the same words.
 """
 
 import faulthandler
@@ -40,7 +41,7 @@ from longshore.cli.options import say
 from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Ranks, alone, loopback, loopback_variables
 from longshore.files import temporary_folder
-from longshore.train.heartbeat import (
+from longshore.train.supervision import (
     NOTICE_S,
     QUIT,
     SHOW_CURSOR,

@@ -31,7 +31,7 @@ from longshore.cli.report import register_report
 from longshore.cli.score import register_score
 from longshore.cli.train import register_train
 from longshore.files import printable
-from longshore.train.heartbeat import exit_code, signals_raise
+from longshore.train.supervision import exit_code, signals_raise
 
 COMMANDS = (
     register_train,

@@ -40,7 +40,7 @@ from longshore.run.resume import (
     recipe_of,
     start_from_environment,
 )
-from longshore.train.heartbeat import Interrupted, RunError, StoppedError, exit_code
+from longshore.train.supervision import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
 FAILED = 1

@@ -77,7 +77,7 @@ def tokenizer_of(config: RunConfig) -> str:
 
 def loss_columns(config: RunConfig) -> list[str]:
     """The columns that the run's loss reads."""
-    return [field.name for field in needed_fields(config.train.loss, config.train.loss_options)]
+    return list(needed_fields(config.train.loss, config.train.loss_options))
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -91,14 +91,15 @@ from longshore.train.device import (
     pick_dtype,
     preferred_blas,
 )
-from longshore.train.display import startup_notes
-from longshore.train.evaluation import HeldOut
-from longshore.train.heartbeat import RankStatus, Stop, supervised
-from longshore.train.loss import Loss, check_fields, make_loss
+from longshore.train.display import make_display
+from longshore.train.loss import Loss
+from longshore.train.loss_fields import check_needed
+from longshore.train.losses import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.record import check_trackers
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
+from longshore.train.supervision import RankStatus, Stop, supervised
 
 
 def check_before_text(config: RunConfig) -> None:
@@ -197,7 +198,8 @@ def make_job(
     config: RunConfig, topology: Topology, *, stop: Stop, local_size: int, display: str
 ) -> TrainingJob:
     """Opens the data and decides what is "auto". local_size: ranks of this machine."""
-    tell = startup_notes(display, stream=sys.stdout, is_first=topology.rank == 0)
+    kind = display if topology.rank == 0 else "none"
+    tell = make_display(kind, 0, stream=sys.stdout).note
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
@@ -322,7 +324,7 @@ def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> 
     fields = source.fields
     if isinstance(source, Rules) and scores_reference(config, fields):
         fields = (*fields, Field(REF_LOGPROBS, "target", "float32"))
-    check_fields(loss, fields)
+    check_needed(loss.name, loss.fields, fields)
     if {PAIR, SIGN} <= {spec.name for spec in source.fields}:
         _refuse_likelihood(train.loss)
     return loss
@@ -530,7 +532,9 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) -> HeldOut | None:
+def open_held_out(
+    job: TrainingJob, model: Model, *, on_demand: bool = False
+) -> IndexedSteps | None:
     """The run's held-out data, if it has any. on_demand: see run/data.py."""
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
@@ -542,8 +546,7 @@ def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) ->
             check_longest(config, job.topology.lanes, longest_of(source))
         check_positions(model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
-    steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
-    return HeldOut("held-out", steps)
+    return make_steps(job, config, source=source, shuffle=False, is_grouped=False)
 
 
 def make_steps(

@@ -52,8 +52,7 @@ from longshore.run.folder import (
     write_config,
 )
 from longshore.train.checkpoint_files import FOLDER, remove_leftovers
-from longshore.train.heartbeat import HEARTBEATS
-from longshore.train.record import writing
+from longshore.train.supervision import HEARTBEATS, writing
 
 if TYPE_CHECKING:
     from longshore.data.steps import Loader

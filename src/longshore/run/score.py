@@ -55,8 +55,8 @@ from longshore.run.parts import (
 )
 from longshore.run.weights import write_shared
 from longshore.train.evaluation import reshard
-from longshore.train.loss import make_loss
-from longshore.train.loss_inputs import TEMPERATURE, LossCall
+from longshore.train.loss import TEMPERATURE, LossCall
+from longshore.train.losses import make_loss
 
 Rows = Iterable[TokenizedSample]
 

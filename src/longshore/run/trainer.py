@@ -61,14 +61,15 @@ from longshore.run.resume import (
 )
 from longshore.run.score import with_reference
 from longshore.run.weights import export_weights, write_weights
-from longshore.train.checkpoint import Position, nothing_shared
+from longshore.train.checkpoint import Position
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
-from longshore.train.display import has_step
-from longshore.train.heartbeat import SAVING, RunError
+from longshore.train.evaluation import evaluate
 from longshore.train.optimizer import Schedule
-from longshore.train.record import EVALS, LossWatch, RunRecord, explain, refining, stage_times
+from longshore.train.record import EVALS, LossWatch, RunRecord, explain, has_step, stage_times
+from longshore.train.refine import refining
 from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_step, read_step
+from longshore.train.supervision import SAVING, RunError
 
 Metrics = dict[str, Any]
 """What metrics.jsonl has of a step, or evals.jsonl of an evaluation, by its names there."""
@@ -148,7 +149,7 @@ class Trainer:
             self._ranks = place if place is not None else opened.enter_context(alone())
             with loopback(self._ranks):
                 notes = self._build(config, start, opened, signals=signals, display=display)
-            opened.enter_context(self._job.stop.after_steps())
+            self._job.stop.can_save = True
             self._files = opened.enter_context(ExitStack())
             self._open_record()
             with loopback(self._ranks):
@@ -220,7 +221,7 @@ class Trainer:
                 record.note(text)
             else:
                 record.warn(0, text.removeprefix("warning: "))
-        warnings = self._parts.checkpoints.room_warning() if self._keeps else ()
+        warnings = self._parts.checkpoints.disk_warning() if self._keeps else ()
         for line in (*notes, *warnings):
             record.note(line)
         job.status.at("waiting for data", step=self._done + 1)
@@ -408,9 +409,11 @@ class Trainer:
             self._record.note(f"kernels: {kernels_line()}")
         keep_settings(job.config, self._run, job.topology, step=after)
         stages = self._files.enter_context(stage_times(folder, job.topology, after=after))
-        note, refiner = self._record.note, self._parts.refiner
-        refine = refining(folder, refiner, job.topology, after=after, note=note)
-        self._writers = (self._record.write, stages, refine)
+        self._writers = (self._record.write, stages)
+        if refiner := self._parts.refiner:
+            note = self._record.note
+            refine = refining(folder, refiner, job.topology, after=after, note=note)
+            self._writers += (refine,)
 
     def _after_step(self, queued: QueuedStep) -> None:
         """A step was queued and the next was not, so the model is that of this step."""
@@ -425,7 +428,7 @@ class Trainer:
     def _save(self) -> None:
         """Begins a checkpoint; a thread writes it, and it counts once the step is confirmed."""
         parts, step = self._parts, self._done
-        shared = parts.refiner.saved(step) if parts.refiner is not None else nothing_shared
+        shared = parts.refiner.saved(step) if parts.refiner is not None else None
         state = parts.loader.state_dict()
         parts.checkpoints.save(Position(step, self._updates, state, shared))
 
@@ -442,7 +445,8 @@ class Trainer:
             return
         assert held_out is not None
         self._evaluated_step = step
-        evaluation = held_out.evaluate(
+        evaluation = evaluate(
+            held_out,
             parts.stepper.executor,
             self._job.status,
             stops=lambda: parts.any_rank([self._wants_stop()])[0],
@@ -474,7 +478,7 @@ class Trainer:
             if self._held_out is None:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             executor = self._parts.stepper.executor
-            evaluation = self._held_out.evaluate(executor, self._job.status)
+            evaluation = evaluate(self._held_out, executor, self._job.status)
             assert evaluation is not None, "nothing stops it here"
             return asdict(evaluation)
 
@@ -580,7 +584,7 @@ class Trainer:
         try:
             self._end()
             if self._held_out is not None:
-                self._held_out.steps.close()
+                self._held_out.close()
         except BaseException as error:
             self._leave(error)
             raise

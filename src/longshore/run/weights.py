@@ -40,9 +40,8 @@ from longshore.parallel.pipeline import Model, tensor_names
 from longshore.run.folder import CONFIG, check_new_folder
 from longshore.run.parts import TrainingJob
 from longshore.train.checkpoint_files import DamagedError, read_index
-from longshore.train.heartbeat import RunError
-from longshore.train.record import writing
 from longshore.train.safetensors_stream import CheckpointTensors
+from longshore.train.supervision import RunError, writing
 
 Item = TypeVar("Item")
 

@@ -10,16 +10,22 @@ Each rank copies and writes its own boxes (parallel/shards.py). What several ran
 divided among them, so 4 ranks with 139,584 parameters and two moments of each copy 104,688 numbers,
 whether they are sharded or not. The host memory of the copy is reused, by one save at a time.
 A norm's weight of 64 on 2 lanes × tp 2 is whole on all 4 ranks: lane 1's TP rank 0 is number 2 of
-them and saves 32…48. Its q_proj.weight (64, 64) is cut by tp, and no rank shards it: TP rank 0 has
-rows 0…32 on both lanes, and lane 1 saves 16…32 of them.
+them and saves 32…48.
+
+Each rank writes one safetensors file, from the memory its tensors are in. There a tensor's only
+block has the tensor's name; one of several has its range too, as "embed.weight[48:64, 0:16]".
+torch.distributed.checkpoint would write a pickle, which executes code when it is read, or copy a
+rank's tensors twice.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -32,7 +38,11 @@ from longshore.parallel.shards import Box, boxes_of, replica_of
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
     DamagedError,
+    SavedChunk,
+    SavedFile,
+    SavedTensor,
     begin_save,
+    check_covered,
     check_files,
     checkpoint_folder,
     finish_save,
@@ -42,10 +52,28 @@ from longshore.train.checkpoint_files import (
     remove_leftovers,
     saved_steps,
 )
-from longshore.train.checkpoint_storage import TensorBlock, load_blocks, save_blocks, whole_block
-from longshore.train.heartbeat import RunError
+from longshore.train.safetensors_stream import DTYPES, checked_file, read_block, write_safetensors
+from longshore.train.supervision import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorBlock:
+    """A block of a tensor; offsets: its first index in the whole tensor, which has this shape."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Blocks = Mapping[str, Sequence[TensorBlock]]
+"""A rank's blocks of each tensor, by the tensor's name; they do not overlap."""
+
+
+def whole_block(tensor: Tensor) -> TensorBlock:
+    """All of a tensor."""
+    return TensorBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def state_of(
@@ -104,6 +132,87 @@ def _share(box: Box, number: int, ranks: int) -> tuple[Tensor, tuple[int, ...]]:
     return box.local.narrow(dim, start, min(each, sizes[dim] - start)), tuple(offsets)
 
 
+Read = tuple[str, list[int], Tensor]
+"""A block in a file, the first index to read there, and where its values go."""
+SavedRank = tuple[str, SavedFile, dict[str, SavedTensor]]
+"""The name of a rank's file, its size, and its blocks by the tensor's name."""
+
+
+def save_blocks(blocks: Blocks, folder: Path, groups: Groups) -> list[SavedRank]:
+    """Writes each rank's blocks, contiguous and on the CPU; rank 0 gets what all ranks wrote."""
+    rank = groups.world.rank()
+    file, tensors, saved = f"rank-{rank:05}.safetensors", dict[str, Tensor](), {}
+    for name, own in blocks.items():
+        chunks = []
+        for block in own:
+            sizes = tuple(block.values.shape)
+            spans = zip(block.offsets, sizes, strict=True)
+            span = ", ".join(f"{start}:{start + size}" for start, size in spans)
+            key = name if len(own) == 1 else f"{name}[{span}]"
+            tensors[key] = block.values
+            chunks.append(SavedChunk(block.offsets, sizes, file, key))
+        saved[name] = SavedTensor(DTYPES[own[0].values.dtype], own[0].shape, tuple(chunks))
+    with agreed(groups):
+        size = write_safetensors(folder / file, tensors)
+    every: list[SavedRank] = [("", size, {})] * groups.world.size() if rank == 0 else []
+    dist.gather_object((file, size, saved), every or None, group=groups.world)
+    return every
+
+
+def joined(ranks: Sequence[SavedRank]) -> dict[str, SavedTensor]:
+    """The tensors of all ranks' files, each with all its blocks."""
+    tensors, chunks = dict[str, SavedTensor](), dict[str, list[SavedChunk]]()
+    for _, _, own in ranks:
+        for name, tensor in own.items():
+            tensors.setdefault(name, tensor)
+            chunks.setdefault(name, []).extend(tensor.chunks)
+    for name, tensor in tensors.items():
+        tensors[name] = replace(tensor, chunks=tuple(sorted(chunks[name])))
+        check_covered(name, tensors[name])
+    return tensors
+
+
+def load_blocks(blocks: Blocks, folder: Path, content: CheckpointIndex) -> None:
+    """Fills this rank's blocks, from the files of any number of ranks; no more is read."""
+    try:
+        for name, parts in _reads(blocks, content).items():
+            file = checked_file(folder / name)
+            for key, offsets, target in parts:
+                read_block(file, key, offsets, target)
+    except (LookupError, OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise DamagedError(f"{folder} cannot be read ({why})") from None
+
+
+def _reads(blocks: Blocks, content: CheckpointIndex) -> dict[str, list[Read]]:
+    """What to read from each file."""
+    reads: dict[str, list[Read]] = {}
+    for name, own in blocks.items():
+        saved = content.tensors.get(name)
+        if saved is None:
+            raise ValueError(f"{name} is missing")
+        for block in own:
+            if saved.shape != block.shape:
+                raise ValueError(f"{name} has the shape {saved.shape}, not {block.shape}")
+            for chunk in saved.chunks:
+                if overlap := _overlap(block, chunk):
+                    reads.setdefault(chunk.file, []).append((chunk.key, *overlap))
+    return reads
+
+
+def _overlap(block: TensorBlock, chunk: SavedChunk) -> tuple[list[int], Tensor] | None:
+    """What a block has in common with a saved one: the first index in that, and its own values."""
+    target, offsets = block.values, []
+    for dim, (mine, start) in enumerate(zip(block.offsets, chunk.offsets, strict=True)):
+        first = max(mine, start)
+        stop = min(mine + block.values.shape[dim], start + chunk.sizes[dim])
+        if stop <= first:
+            return None
+        target = target.narrow(dim, first - mine, stop - first)
+        offsets.append(first - start)
+    return offsets, target
+
+
 def make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
     """Creates the optimizer's state as its first step would, with this number of updates."""
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
@@ -113,14 +222,6 @@ def make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-Shared = Callable[[Groups], dict[str, object]]
-"""More of the loader's state, which all ranks make together, in the thread that writes."""
-
-
-def nothing_shared(groups: Groups) -> dict[str, object]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The position of a run after a step: steps and updates done, and the loader's state."""
@@ -128,7 +229,8 @@ class Position:
     step: int
     updates: int
     loader: dict[str, object]
-    shared: Shared = nothing_shared
+    shared: Callable[[Groups], dict[str, object]] | None = None
+    """Makes more of the loader's state, on all ranks together, in the thread that writes."""
 
 
 class Checkpoints:
@@ -177,7 +279,7 @@ class Checkpoints:
         sizes = gather_rows(torch.tensor([[own]]), self._groups.world, expected=1)
         return int(torch.cat(sizes).sum())
 
-    def room_warning(self) -> list[str]:
+    def disk_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
         free, needed = free_bytes(self.run), self.save_bytes
         if free is None or free > needed:
@@ -213,17 +315,18 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for the last save, which must be confirmed; raises its error on all ranks."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         if self._error is not None:
             raise RunError(self._error_text(self._error))
 
-    def save_again(self) -> None:
-        """Forgets the last save, because its files are lost. All ranks call it together."""
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def save_again(self) -> None:
+        """Forgets the last save, because its files are lost. All ranks call it together."""
+        self._join()
         self._error = self.last = None
 
     def abandon(self) -> None:
@@ -233,9 +336,7 @@ class Checkpoints:
         """
         self._is_abandoned = not self._confirmed.is_set()
         self._confirmed.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         self._error = None  # the failure is the error to report
 
     def close(self) -> None:
@@ -284,8 +385,8 @@ class Checkpoints:
                     begin_save(self.run, position.step, needed=self.save_bytes)
             copied.wait()
             folder = partial_folder(self.run, position.step)
-            files, tensors = save_blocks(blocks, folder, self._groups.world)
-            shared = position.shared(self._groups)
+            ranks = save_blocks(blocks, folder, self._groups)
+            shared = position.shared(self._groups) if position.shared else {}
             self._confirmed.wait()
             if self._is_abandoned:
                 remove_leftovers(self.run)
@@ -297,8 +398,8 @@ class Checkpoints:
                         updates=position.updates,
                         ranks=self.topology.world_size,
                         loader={**position.loader, **shared},
-                        files=files,
-                        tensors=tensors,
+                        files={name: file for name, file, _ in ranks},
+                        tensors=joined(ranks),
                         base=self.base,
                     )
                     finish_save(self.run, content, keep=self.keep)
@@ -348,15 +449,10 @@ class Checkpoints:
     def load(self, step: int) -> Position:
         """Loads the checkpoint of a step, saved on any ranks; may raise DamagedError."""
         folder, world = checkpoint_folder(self.run, step), self._groups.world
-        try:
-            with agreed(self._groups):
-                content = read_index(folder)
-                check_files(folder, content, part=world.rank(), parts=world.size())
-                self._check_base(content)
-        except PeerError as error:
-            if error.kind != DamagedError.__name__:
-                raise  # as on the rank that failed: all must do the same
-            raise DamagedError(error.message) from None
+        with self._damaged_for_all():
+            content = read_index(folder)
+            check_files(folder, content, part=world.rank(), parts=world.size())
+            self._check_base(content)
         if content.updates:
             make_moments(self.model, self.optimizer, updates=content.updates)
         blocks, copies = dict[str, list[TensorBlock]](), list[tuple[Box, TensorBlock]]()
@@ -369,12 +465,28 @@ class Checkpoints:
         random = dict(self._rng_states())
         known = {name: state for name, state in random.items() if name in content.tensors}
         blocks |= {name: [whole_block(state)] for name, state in known.items()}
-        load_blocks(blocks, folder, content, world)
+        with self._damaged_for_all():
+            load_blocks(blocks, folder, content)
         for copy, block in copies:
             copy.local.copy_(block.values)
-        self._set_rng(known)
+        for name, state in known.items():
+            if name.startswith("rng.cpu"):
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self.topology.device)
         self.last = step
         return Position(step, content.updates, content.loader)
+
+    @contextmanager
+    def _damaged_for_all(self) -> Iterator[None]:
+        """If the block fails on one rank, all ranks raise the same."""
+        try:
+            with agreed(self._groups):
+                yield
+        except PeerError as error:
+            if error.kind != DamagedError.__name__:
+                raise
+            raise DamagedError(error.message) from None
 
     def _check_base(self, content: CheckpointIndex) -> None:
         """Factors are of no use on another base; all weights may be of one that changed there."""
@@ -393,13 +505,6 @@ class Checkpoints:
                 "it, name the folder where it is now (model.from_hf), or leave --resume out to "
                 "begin again"
             )
-
-    def _set_rng(self, states: dict[str, Tensor]) -> None:
-        for name, state in states.items():
-            if name.startswith("rng.cpu"):
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, self.topology.device)
 
 
 def same_data(

@@ -16,23 +16,15 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from longshore.files import (
-    check_room,
-    open_sealed,
-    parse_json,
-    reason,
-    sealed_json,
-)
+from longshore.files import check_room, open_sealed, parse_json, reason, sealed_json
 
 FORMAT = "longshore checkpoint"
 VERSION = 3
-ROWS_VERSION = 2
-"""Older: only rows of a tensor, [first row, rows, file], under the tensor's own name. Read too."""
 MARKER = "checkpoint.json"
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -128,8 +120,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         raw = (folder / MARKER).read_bytes()
         data = parse_json(raw)
         version = (data["format"], data["version"])
-        is_known = version in ((FORMAT, VERSION), (FORMAT, ROWS_VERSION))
-        index = _parse(open_sealed(raw)) if is_known else None
+        index = _parse(open_sealed(raw)) if version == (FORMAT, VERSION) else None
     except OSError as error:
         raise DamagedError(f"{folder / MARKER} cannot be read ({reason(error)})") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -137,7 +128,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     if index is None:
         raise DamagedError(
             f"{folder / MARKER} has the format {version[0]!r}, version {version[1]!r}; this "
-            f"Longshore reads {FORMAT!r}, versions {ROWS_VERSION} and {VERSION}"
+            f"Longshore reads {FORMAT!r}, version {VERSION}"
         )
     if folder.name != checkpoint_folder(Path(), index.step).name:
         raise DamagedError(f"{folder / MARKER} is of step {index.step}, not of its folder's step")
@@ -152,19 +143,20 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 def _parse(data: dict[str, Any]) -> CheckpointIndex:
     files = {name: SavedFile(**file) for name, file in data["files"].items()}
-    chunk_of = _chunk_of_rows if data["version"] == ROWS_VERSION else _chunk
     tensors = {}
     for name, tensor in data["tensors"].items():
-        shape = _sizes(tensor["shape"])
-        chunks = tuple(chunk_of(name, shape, chunk) for chunk in tensor["chunks"])
-        if not _tile(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
-            raise ValueError(f"parts of {name} are missing or listed twice")
+        shape = tuple(map(int, tensor["shape"]))
+        chunks = tuple(_chunk(name, shape, chunk) for chunk in tensor["chunks"])
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
+        check_covered(name, tensors[name])
     names = [*files, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
     counts = {name: data[name] for name in ("step", "updates", "ranks")}
-    _check_counts(**counts)
+    for name, value in counts.items():
+        least, most = (0, counts["step"]) if name == "updates" else (1, math.inf)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}")
     return CheckpointIndex(
         **counts,
         loader=dict(data["loader"]),
@@ -174,34 +166,19 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     )
 
 
-def _check_counts(step: int, updates: int, ranks: int) -> None:
-    for name, value, least, most in (
-        ("step", step, 1, math.inf),
-        ("updates", updates, 0, step),
-        ("ranks", ranks, 1, math.inf),
-    ):
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} is {value!r}")
-
-
-def _sizes(numbers: Iterable[object]) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)  # type: ignore[call-overload]
+def check_covered(name: str, tensor: SavedTensor) -> None:
+    """Refuses a tensor whose chunks do not cover every value exactly once."""
+    if not _tile(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
+        raise ValueError(f"parts of {name} are missing or listed twice")
 
 
 def _chunk(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
     offsets, sizes, file, *key = data
-    chunk = SavedChunk(_sizes(offsets), _sizes(sizes), str(file), str(*key) or name)
+    offsets, sizes = tuple(map(int, offsets)), tuple(map(int, sizes))
+    chunk = SavedChunk(offsets, sizes, str(file), str(*key) or name)
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         raise ValueError(f"parts of {name} have another number of dims")
     return chunk
-
-
-def _chunk_of_rows(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
-    row, rows, file = data
-    if not shape:
-        return SavedChunk((), (), str(file), name)
-    rest = shape[1:]
-    return SavedChunk((int(row), *(0 for _ in rest)), (int(rows), *rest), str(file), name)
 
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]

@@ -16,44 +16,6 @@ from then on graphs are replayed. 28 layers at 2,048 tokens are 56 graphs, a for
 of each, and take the memory that one micro-batch takes. All shapes share that memory, because a
 micro-batch runs forward and backward before the next begins. Experts, embedding, head, loss and
 what FSDP does run eagerly; so do depths of multi-token prediction, and evaluation.
-
-Boundaries and rotary tables of a micro-batch are copied once, by `load` of its GraphShape, to where
-the graphs of all layers read them. The longest length is a constant: all tokens.
-
-GraphPiece: a differentiable function of tensors and parameters, recorded forward and backward.
-
-In: the function, where its parameters are, a recorder. Out: a callable that replays both passes,
-with the gradients that autograd would give. The function sees tensors at fixed addresses: an input
-that comes from elsewhere is copied there first, one that already lies there is not.
-
-    piece = GraphPiece(lambda x: (x * layer.weight,), parameters_of(layer), memory)
-    piece.record((x,))
-    (y,) = piece(x)            replays; y.backward() replays the other recording
-
-What a forward saves for its backward lies in the recorder's pool until the piece runs again, so a
-piece must run backward before its next forward. `release` gives up the claim to that memory when
-all pieces of a micro-batch are recorded: pieces of other shapes, which run in other rounds, may
-then use it too. Gradients may be overwritten by the next replay: autograd and FSDP have read them
-by then, because they cast them to a wider dtype; where that is no copy, the piece makes one.
-
-With recomputation the forward saves nothing, and the backward runs the function once more.
-
-Where parameters move in memory (zero3 gathers them anew in every round), the function reads copies
-of them, which pieces of layers of one kind share.
-
-CudaRecorder: kernels launched by a function, recorded once and replayed.
-
-In: a function that only launches kernels, on tensors whose addresses stay. Out: a function that
-launches all of them again with one call, and what the function returned, which lies where every
-replay writes it.
-
-    replay, (y,) = recorder.record(lambda: (x * 2,))
-    x.copy_(values)
-    replay()                 y is now values · 2
-
-All recordings share one pool of memory. A tensor that nothing refers to any more may be reused by
-a later recording, even though replays still write it: whoever records says with `weak` which
-tensors later recordings may overwrite. Within a recording nothing overlaps by itself.
 """
 
 import sys
@@ -62,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,12 +57,23 @@ class RecordingError(RuntimeError):
 
 
 class CudaRecorder:
-    """bytes: that all recordings have reserved."""
+    """Records the kernels that a function launches on tensors whose addresses stay.
+
+        replay, (y,) = recorder.record(lambda: (x * 2,))
+        x.copy_(values)
+        replay()                 y is now values · 2
+
+    All recordings share one pool of memory. A tensor that nothing refers to any more may be reused
+    by a later recording, even though replays still write it: whoever records says with `weak` which
+    tensors later recordings may overwrite. Within a recording nothing overlaps by itself.
+    """
 
     runs_again = False
+    """Whether a replay calls the function, as that of tests on CPUs does."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        """Bytes that all recordings have reserved."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
@@ -127,21 +101,15 @@ class CudaRecorder:
         size = 1 + sum(
             (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        memory = _Memory(tensor.data_ptr(), size * tensor.element_size())
-        whole = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
-        return whole.as_strided(tensor.shape, tensor.stride())
-
-
-class _Memory:
-    """Bytes on the GPU, as other libraries offer them to torch."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
+        about = {
+            "shape": (size * tensor.element_size(),),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (tensor.data_ptr(), False),
             "version": 2,
         }
+        memory = SimpleNamespace(__cuda_array_interface__=about)
+        whole = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride())
 
 
 @contextmanager
@@ -162,16 +130,6 @@ def _fla_without_cache() -> Iterator[None]:
 
 
 Function = Callable[[Rows], Rows]
-
-
-class Recorder(Protocol):
-    """What CudaRecorder offers. runs_again: a replay calls the function, as in tests on CPUs."""
-
-    bytes: int
-    runs_again: bool
-
-    def record(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]: ...
-    def weak(self, tensor: Tensor) -> Tensor: ...
 
 
 class Owner(NamedTuple):
@@ -210,25 +168,24 @@ def parameters_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> list[
 class GraphMemory:
     """What pieces share."""
 
-    recorder: Recorder
-    """Of all pieces."""
+    recorder: CudaRecorder
+    """Records all pieces."""
     recompute: bool
     """Whether backward runs the function once more instead of reading what forward saved."""
     moving: bool
     """Whether parameters change their addresses."""
     addresses: set[tuple[object, ...]] = field(default_factory=set)
-    """Of outputs of pieces of the micro-batch that is being recorded."""
+    """Where the pieces of the micro-batch that is being recorded have inputs and outputs."""
     gradients: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-    """Where gradients of outputs are copied to, by their place and shape."""
+    """Where gradients of outputs are copied to, by their number and shape."""
     copies: dict[tuple[object, ...], nn.Parameter] = field(default_factory=dict)
-    """Of parameters that move, by their place in the layer and their shape."""
+    """Copies of parameters that move, by their path in the layer and their shape; layers share
+    them."""
 
-    def gradient_of(self, place: int, output: Tensor) -> Tensor:
-        key = (place, tuple(output.shape), output.dtype)
+    def gradient_of(self, number: int, output: Tensor) -> Tensor:
+        key, device = (number, tuple(output.shape), output.dtype), output.device
         if key not in self.gradients:
-            self.gradients[key] = torch.empty(
-                output.shape, dtype=output.dtype, device=output.device
-            )
+            self.gradients[key] = torch.empty(output.shape, dtype=output.dtype, device=device)
         return self.gradients[key]
 
     def fixed(self, owner: Owner) -> nn.Parameter:
@@ -244,7 +201,19 @@ class GraphMemory:
 
 
 class GraphPiece:
-    """keeps_gradients: of parameters, beyond the next replay of another piece."""
+    """A differentiable function of tensors and parameters, recorded forward and backward.
+
+        piece = GraphPiece(lambda x: (x * layer.weight,), parameters_of(layer), memory)
+        piece.record((x,))
+        (y,) = piece(x)            replays; y.backward() replays the other recording
+
+    The function sees tensors at fixed addresses: an input that comes from elsewhere is copied there
+    first. What a forward saves for its backward lies in the recorder's pool until the piece runs
+    again, so a piece must run backward before its next forward. Gradients may be overwritten by the
+    next replay: autograd and FSDP have read them by then, because they cast them to a wider dtype;
+    where that is no copy, the piece makes one. keeps_gradients: it copies those of parameters too,
+    which then last beyond the next replay of another piece.
+    """
 
     def __init__(
         self,
@@ -267,36 +236,29 @@ class GraphPiece:
 
     def record(self, inputs: Rows) -> None:
         """Both passes. inputs: of the shapes, dtypes and strides of all later calls."""
-        self.record_forward(inputs)
-        self.record_backward()
-
-    def record_forward(self, inputs: Rows) -> None:
         memory = self.memory
         self._wants = [tensor.requires_grad for tensor in inputs]
         self._fixed = [memory.fixed(owner) for owner in self.owners]
 
         def run() -> Rows:
             # In the pool, so that other shapes may use the memory too.
-            self.inputs = self.inputs or tuple(map(self._place, inputs))
+            self.inputs = self.inputs or tuple(map(self._fixed_input, inputs))
             return self._forward()
 
         with self._parameters_fixed():
             self.replay_forward, self.outputs = memory.recorder.record(run)
         memory.addresses.update(map(_address, (*self.inputs, *self.outputs)))
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        """Where the function reads an input: where it is, if it always comes from there."""
-        is_fixed = _address(tensor) in self.memory.addresses
-        return tensor.detach() if is_fixed else torch.empty_like(tensor, requires_grad=False)
-
-    def record_backward(self) -> None:
-        memory = self.memory
         self._output_grads = [
-            memory.gradient_of(place, output) for place, output in enumerate(self.outputs)
+            memory.gradient_of(number, output) for number, output in enumerate(self.outputs)
         ]
         with self._parameters_fixed():
             self.replay_backward, grads = memory.recorder.record(self._backward)
         self._grads = tuple(map(memory.recorder.weak, grads))
+
+    def _fixed_input(self, tensor: Tensor) -> Tensor:
+        """Where the function reads an input: where it is, if it always comes from there."""
+        is_fixed = _address(tensor) in self.memory.addresses
+        return tensor.detach() if is_fixed else torch.empty_like(tensor, requires_grad=False)
 
     def release(self) -> None:
         """Lets later recordings overwrite what lies between this piece's forward and backward."""
@@ -319,7 +281,7 @@ class GraphPiece:
         return tuple(output.detach() for output in self.outputs)
 
     def run_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Of the inputs, then of the parameters that are used."""
+        """Gradients of the inputs, then of the parameters that are used."""
         self._copy_parameters()
         here = [pair for pair in zip(self._output_grads, grads, strict=True) if pair[1] is not None]
         for fixed, grad in zip(self._output_grads, grads, strict=True):
@@ -451,7 +413,7 @@ class GraphedLayers:
 
     @property
     def bytes(self) -> int:
-        """That all graphs have reserved."""
+        """Bytes that all graphs have reserved."""
         return self.memory.recorder.bytes
 
     def take_runs(self) -> list[int]:
@@ -499,7 +461,7 @@ class GraphedLayers:
         self.tell(f"CUDA graphs: {what} runs without graphs: {reason}")
 
     def _begin(self, ctx: SeqContext, tables: Tables) -> None:
-        """Of a micro-batch: what serves it, with its boundaries and tables copied."""
+        """Chooses what serves a micro-batch, and copies its boundaries and tables."""
         self._end()
         self._packs, self._shape = ctx.packs, None
         sizes = [pack.group.cp_size for pack in ctx.packs]
@@ -514,7 +476,7 @@ class GraphedLayers:
         self._shape = shape
 
     def _end(self) -> None:
-        """Of the micro-batch before, if it recorded."""
+        """Ends the micro-batch before, if it recorded."""
         shape = self._shape
         if shape is None or not shape.is_new:
             return
@@ -542,22 +504,26 @@ class GraphedBlock:
     feeds: bool
     """Whether the rest of the block is."""
     owners: list[Owner]
-    """Of the parameters that are read."""
+    """Where the parameters that are read are."""
 
     @property
     def kind(self) -> type:
-        """Of the mixer that is replayed; without one, of the feed-forward part."""
+        """The class of the mixer that is replayed; without one, of the feed-forward part."""
         return type(self.mixer if self.mixer is not None else self.block.mlp)
 
 
 @dataclass(eq=False)
 class GraphShape:
-    """The graphs of one number of tokens and one way."""
+    """The graphs of one number of tokens and one way.
+
+    A micro-batch's boundaries and rotary tables are copied once, by `load`, to where the graphs of
+    all layers read them. The longest length is a constant: all tokens.
+    """
 
     way: GraphWay
     """Whole layers, or halves of them."""
     tokens: int
-    """Of a micro-batch, padding included."""
+    """Tokens of a micro-batch, padding included."""
     memory: GraphMemory
     """What all shapes share."""
     uses: int = 0
@@ -567,9 +533,9 @@ class GraphShape:
     is_off: bool = False
     """Whether it runs eagerly after all."""
     pieces: dict[tuple[Block, str], GraphPiece] = field(default_factory=dict)
-    """By block and place."""
+    """The pieces, by block and name."""
     bounds: Boundaries | None = None
-    """Of the pack, at fixed addresses."""
+    """The pack's boundaries, at fixed addresses."""
     tables: dict[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary tables, at fixed addresses."""
     ctx: SeqContext | None = None

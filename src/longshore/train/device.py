@@ -15,7 +15,7 @@ A layer gathers what it reads of a shared pack, so its size counts beside the ra
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from longshore.arch.costs import vendor_peak
 from longshore.batch import MicroBatch, PackContext
 from longshore.parallel.fsdp import local_part
-from longshore.train.heartbeat import RankStatus
+from longshore.train.supervision import RankStatus
 
 
 def pick_device(asked: str, local_rank: int) -> torch.device:
@@ -115,7 +115,9 @@ def out_of_memory(
     step = [f"step {status.step}"] if status.step else []
     rounds = [f"round {status.round} of {len(batches)}"] if status.round else []
     where = ", ".join([*step, *rounds, status.phase])
-    batch = _in_memory(status, batches)
+    # Outside of rounds the largest micro-batch counts; before the first there is none.
+    now = [batches[status.round - 1]] if status.round and batches else batches
+    batch = max(now, key=lambda batch: batch.ctx.tokens, default=None)
     tokens = "no tokens" if batch is None else f"{batch.ctx.tokens:,} tokens"
     shared = () if batch is None else tuple(p for p in batch.ctx.packs if p.group.cp_size > 1)
     gathered = "".join(f", {_gathered(pack)}" for pack in shared)
@@ -124,13 +126,6 @@ def out_of_memory(
     more = f", and {asked[1]} more did not fit" if asked else ""
     parts = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in _parts(optimizer))
     return f"is out of GPU memory in {where}: {tokens}{gathered}{more}; {parts}; {way_out}"
-
-
-def _in_memory(status: RankStatus, batches: Sequence[MicroBatch]) -> MicroBatch | None:
-    """The micro-batch of the round; outside of rounds the largest, None before there are any."""
-    if status.round and batches:
-        return batches[status.round - 1]
-    return max(batches, key=lambda batch: batch.ctx.tokens, default=None)
 
 
 def _gathered(pack: PackContext) -> str:
@@ -147,10 +142,10 @@ def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:
     states = optimizer.state.values()
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    named = (("parameters", parameters), ("gradients", gradients), ("optimizer", moments))
     parts = [
-        ("parameters", _bytes(parameters)),
-        ("gradients", _bytes(gradients)),
-        ("optimizer", _bytes(moments)),
+        (name, sum(local_part(tensor.detach()).nbytes for tensor in tensors))
+        for name, tensors in named
     ]
     device = next((tensor.device for tensor in parameters), torch.device("cpu"))
     if device.type == "cuda":
@@ -159,7 +154,3 @@ def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:
         total = torch.cuda.get_device_properties(device).total_memory
         parts += [("activations and the rest", rest), ("the whole GPU", total)]
     return parts
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_part(tensor.detach()).nbytes for tensor in tensors)

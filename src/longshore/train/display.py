@@ -1,4 +1,4 @@
-"""What a run shows: a live panel on a terminal, lines elsewhere, or nothing.
+"""The metrics of a step, and what a run shows of them: a live panel, lines, or nothing.
 
 In: StepMetrics, one after the other, and notes. Out: text on a stream.
 
@@ -10,32 +10,22 @@ As lines, the first and the last step always, and others when ten seconds have p
 
     step 1 of 60   loss 5.5407   8,312 tokens/s   efficiency 91%   grad norm 2.31   lr 8.3e-04
 
-The metrics of a step, and the file that keeps them: one JSON object per line.
-
-In: StepMetrics. Out: metrics.jsonl. A number that is not finite or unknown is null:
+In metrics.jsonl a step is one JSON object, where a number that is not finite or unknown is null:
 
     {"step": 1, "epoch": 0, "loss": 5.5407, …, "mfu": null, …, "skipped": false}
-
-A run that was killed while writing leaves an incomplete last line, which is removed when the file
-is next opened. A run that resumes from a checkpoint first removes the steps after it, and moves
-unreadable lines to another file.
 """
 
-import errno
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from longshore.files import parse_json, printable, reason, write_atomically
+from longshore.files import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -107,7 +97,10 @@ class StepMetrics:
         }
 
     def to_json(self) -> str:
-        values = {name: _finite(value) for name, value in self.as_dict().items()}
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.as_dict().items()
+        }
         return json.dumps(values, allow_nan=False)
 
 
@@ -120,116 +113,6 @@ def graphed_text(graphed: Mapping[str, int], graph_gib: float | None) -> str:
     return f"CUDA graphs: {count:,} layers ran {', '.join(shares)}{memory}"
 
 
-class MetricsFile:
-    """Appends steps to a file; each is handed to the operating system before `write` returns."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _cut_incomplete_line(self._file)
-
-    def write(self, metrics: StepMetrics) -> None:
-        append_line(self._file, metrics.to_json(), self.path)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> "MetricsFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def append_line(file: int, text: str, path: Path) -> None:
-    """Writes a line in one call; path: of the open file, for the error."""
-    line = (text + "\n").encode()
-    try:
-        written = os.write(file, line)
-    except OSError as error:
-        raise OSError(error.errno, reason(error), str(path)) from None
-    if written < len(line):
-        raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written", str(path))
-
-
-def has_step(path: Path, step: int) -> bool:
-    """Whether a file has a line of a step; all its lines can be read."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return any(parse_json(line)["step"] == step for line in lines)
-
-
-def cut_steps(path: Path, last: int) -> list[str]:
-    """Removes the lines of steps after `last` and an incomplete line: they will be written again.
-
-    Unreadable lines go to PATH.unreadable; returns a warning about them.
-    """
-    if path.is_symlink():
-        text = "it is a link, and a run writes only into its own folder"
-        raise OSError(errno.ELOOP, text, str(path))
-    if not path.exists():
-        return []
-    kept, broken = _spans(path, last)
-    if broken:
-        aside = path.with_name(f"{path.name}.unreadable")
-        with aside.open("ab") as file:
-            file.write(broken)
-    if not broken and [start for start, _ in kept] in ([], [0]):
-        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which needs no disk space
-    else:
-        with path.open("rb") as file:
-            content = file.read()
-        write_atomically(path, b"".join(content[start:stop] for start, stop in kept))
-    count = broken.count(b"\n")
-    text = f"warning: {path}: {count} unreadable line(s) were moved to {path.name}.unreadable"
-    return [text] if broken else []
-
-
-def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
-    """The byte spans of the lines to keep, neighbours joined, and the unreadable lines."""
-    kept: list[tuple[int, int]] = []
-    broken, stop = bytearray(), 0
-    with path.open("rb") as file:
-        for line in file:
-            start, stop = stop, stop + len(line)
-            if not line.endswith(b"\n"):
-                break
-            try:
-                is_kept = parse_json(line)["step"] <= last
-            except (ValueError, LookupError, TypeError):
-                broken += line
-                continue
-            if is_kept and kept and kept[-1][1] == start:
-                kept[-1] = (kept[-1][0], stop)
-            elif is_kept:
-                kept.append((start, stop))
-    return kept, bytes(broken)
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or anything else
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cut_incomplete_line(file: int) -> None:
-    size = os.fstat(file).st_size
-    end = size
-    while end:
-        start = max(0, end - 4096)
-        last = os.pread(file, end - start, start).rfind(b"\n")
-        if last >= 0:
-            end = start + last + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(file, end)
-
-
 EVERY_S = 10.0
 REFRESH = 4  # times a second
 RECENT = 20
@@ -237,11 +120,26 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 
 
-class Display(AbstractContextManager["Display"], Protocol):
-    """Where a run reports to; a context manager that restores the terminal at its end."""
+class Display(AbstractContextManager["Display"]):
+    """Where a run reports to, with the metrics so far as text; this one shows nothing.
 
-    def update(self, metrics: StepMetrics) -> None: ...
-    def note(self, text: str) -> None: ...
+    done: the steps done before the run was resumed. At its end the terminal is restored.
+    """
+
+    def __init__(self, total_steps: int = 0, *, done: int = 0) -> None:
+        self.total, self.done = total_steps, done
+        self.last: StepMetrics | None = None
+        self.losses: list[float] = []
+        self._phase = "starting"
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._tokens: deque[int] = deque(maxlen=RECENT)
+        self._skipped = 0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        """Shows a line."""
 
     def phase(self, text: str) -> None:
         """What happens now, before the first step's figures."""
@@ -251,176 +149,7 @@ class Display(AbstractContextManager["Display"], Protocol):
         """A note on the last step, after that step's own figures."""
         self.note(text)
 
-
-def make_display(
-    kind: str,
-    total_steps: int,
-    *,
-    stream: TextIO,
-    title: str = "",
-    done: int = 0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Display:
-    """kind: live, plain, none, or auto. Without a terminal that can redraw, live is plain.
-
-    done: the steps done before the run was resumed.
-    """
-    if kind == "none":
-        return Silent()
-    if kind == "plain":
-        return Lines(total_steps, stream, clock)
-    from rich.console import Console
-
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal:
-        return Lines(total_steps, stream, clock)
-    return Panel(total_steps, console, title, done=done)
-
-
-def startup_notes(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
-    """Prints notes before the first step; silent on all ranks but the first."""
-    return make_display(kind if is_first else "none", 0, stream=stream).note
-
-
-class Silent(Display):
-    """Shows nothing."""
-
     def update(self, metrics: StepMetrics) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
-
-
-class Lines(Display):
-    """A line every EVERY_S seconds."""
-
-    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._progress = ProgressText(total_steps)
-        self._stream, self._clock = stream, clock
-        self._shown_at: float | None = None
-        self._shown: StepMetrics | None = None
-
-    def update(self, metrics: StepMetrics) -> None:
-        self._progress.add(metrics)
-        now = self._clock()
-        is_due = self._shown_at is None or now - self._shown_at >= EVERY_S
-        if is_due or metrics.step == self._progress.total or metrics.skipped:
-            self._show(metrics, now)
-
-    def note(self, text: str) -> None:
-        self._print(printable(text))
-
-    def note_on_step(self, text: str) -> None:
-        self._show_last()
-        self.note(text)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._show_last()
-
-    def _show_last(self) -> None:
-        last = self._progress.last
-        if last is not None and last is not self._shown:
-            self._show(last, self._clock())
-
-    def _show(self, metrics: StepMetrics, now: float) -> None:
-        self._shown, self._shown_at = metrics, now
-        self._print("   ".join(self._progress.line_parts()))
-
-    def _print(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-
-class Panel(Display):
-    """A panel that is redrawn in place, and stays when the run ends. Notes go above it."""
-
-    def __init__(self, total_steps: int, console: "Console", title: str, *, done: int = 0) -> None:
-        from rich.live import Live
-
-        self._progress = ProgressText(total_steps, done)
-        self._console, self._title = console, title
-        self._live = Live(console=console, refresh_per_second=REFRESH, get_renderable=self.render)
-
-    def __enter__(self) -> "Panel":
-        self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.stop()
-
-    def update(self, metrics: StepMetrics) -> None:
-        self._progress.add(metrics)
-
-    def note(self, text: str) -> None:
-        from rich.text import Text
-
-        self._console.print(Text(printable(text)))
-
-    def phase(self, text: str) -> None:
-        self._progress.phase = text
-
-    def render(self) -> "RenderableType":
-        from rich import box
-        from rich.console import Group
-        from rich.panel import Panel as Frame
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        progress = self._progress
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1)
-        head.add_column(no_wrap=True, justify="right")
-        bar = ProgressBar(total=max(1, progress.total), completed=progress.step)
-        head.add_row(f"step {progress.step:,} of {progress.total:,}", bar, progress.left())
-        body = Table.grid(padding=(0, 2), expand=True)
-        body.add_column(style="dim", no_wrap=True, min_width=10)
-        body.add_column(style="bold", no_wrap=True, min_width=8)
-        body.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for row in progress.rows():
-            body.add_row(*row)
-        title = Text(printable(self._title)) if self._title else None
-        return Frame(Group(head, body), title=title, title_align="left", box=box.ROUNDED)
-
-
-class ProgressText:
-    """The metrics so far, as text."""
-
-    def __init__(self, total_steps: int, done: int = 0) -> None:
-        self.total = total_steps
-        self.done = done
-        self.last: StepMetrics | None = None
-        self.phase = "starting"
-        self.losses: list[float] = []
-        self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._tokens: deque[int] = deque(maxlen=RECENT)
-        self._skipped = 0
-
-    @property
-    def step(self) -> int:
-        return self.last.step if self.last else self.done
-
-    def add(self, metrics: StepMetrics) -> None:
         self.last = metrics
         self._seconds.append(metrics.elapsed_s)
         self._tokens.append(metrics.tokens)
@@ -428,10 +157,14 @@ class ProgressText:
         if metrics.loss is not None:
             self.losses.append(metrics.loss)
 
+    @property
+    def step(self) -> int:
+        return self.last.step if self.last else self.done
+
     def left(self) -> str:
         """The time left, from the mean of the last steps."""
         if self.last is None:
-            return self.phase
+            return self._phase
         if self.step >= self.total:
             return "done"
         mean = sum(self._seconds) / len(self._seconds)
@@ -483,6 +216,115 @@ class ProgressText:
             ("efficiency", _number(last.efficiency, ".0%"), " · ".join(plan)),
             ("lr", f"{last.lr:.1e}", " · ".join(update)),
         ]
+
+
+class Lines(Display):
+    """A line every EVERY_S seconds."""
+
+    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
+        super().__init__(total_steps)
+        self._stream, self._clock = stream, clock
+        self._shown_at: float | None = None
+        self._shown: StepMetrics | None = None
+
+    def update(self, metrics: StepMetrics) -> None:
+        super().update(metrics)
+        is_due = self._shown_at is None or self._clock() - self._shown_at >= EVERY_S
+        if is_due or metrics.step == self.total or metrics.skipped:
+            self._show_last()
+
+    def note(self, text: str) -> None:
+        self._print(printable(text))
+
+    def note_on_step(self, text: str) -> None:
+        self._show_last()
+        self.note(text)
+
+    def __exit__(self, *_: object) -> None:
+        self._show_last()
+
+    def _show_last(self) -> None:
+        if self.last is not None and self.last is not self._shown:
+            self._shown, self._shown_at = self.last, self._clock()
+            self._print("   ".join(self.line_parts()))
+
+    def _print(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class Panel(Display):
+    """A panel that is redrawn in place, and stays when the run ends. Notes go above it."""
+
+    def __init__(self, total_steps: int, console: "Console", title: str, *, done: int = 0) -> None:
+        from rich.live import Live
+
+        super().__init__(total_steps, done=done)
+        self._console, self._title = console, title
+        self._live = Live(console=console, refresh_per_second=REFRESH, get_renderable=self.render)
+
+    def __enter__(self) -> "Panel":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(printable(text)))
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+
+    def render(self) -> "RenderableType":
+        from rich import box
+        from rich.console import Group
+        from rich.panel import Panel as Frame
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=max(1, self.total), completed=self.step)
+        head.add_row(f"step {self.step:,} of {self.total:,}", bar, self.left())
+        body = Table.grid(padding=(0, 2), expand=True)
+        body.add_column(style="dim", no_wrap=True, min_width=10)
+        body.add_column(style="bold", no_wrap=True, min_width=8)
+        body.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for row in self.rows():
+            body.add_row(*row)
+        title = Text(printable(self._title)) if self._title else None
+        return Frame(Group(head, body), title=title, title_align="left", box=box.ROUNDED)
+
+
+def make_display(
+    kind: str,
+    total_steps: int,
+    *,
+    stream: TextIO,
+    title: str = "",
+    done: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Display:
+    """kind: live, plain, none, or auto. Without a terminal that can redraw, live is plain.
+
+    done: the steps done before the run was resumed.
+    """
+    if kind == "none":
+        return Display()
+    if kind == "plain":
+        return Lines(total_steps, stream, clock)
+    from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        return Lines(total_steps, stream, clock)
+    return Panel(total_steps, console, title, done=done)
 
 
 def sparkline(values: list[float], width: int = WIDTH) -> str:

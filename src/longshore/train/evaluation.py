@@ -10,7 +10,7 @@ steps' means would be 1.5.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -23,8 +23,8 @@ from longshore.data.steps import IndexedSteps
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output
 from longshore.parallel.pipeline import Executor, Handlers
-from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum
+from longshore.train.supervision import RankStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Evaluation:
     """The losses of one pass over a held-out set."""
 
     name: str
-    """The held-out set's."""
+    """Its name in evals.jsonl and on the display."""
     loss: float | None
     """The mean over loss_tokens; None if there are none, or if it is not finite."""
     loss_tokens: int
@@ -40,70 +40,53 @@ class Evaluation:
     """The same for each depth of multi-token prediction."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldOut:
-    """A held-out set; each evaluation is one pass over all its `steps`, in order."""
+def evaluate(
+    held_out: IndexedSteps,
+    executor: Executor,
+    status: RankStatus | None = None,
+    *,
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """One pass over all steps, in order; all ranks call it together, between two training steps.
 
-    name: str
-    steps: IndexedSteps
+    stops: the same on all ranks, which ask together before each round, or with a pipeline before
+    each step; None if it was stopped.
+    """
+    status = status or RankStatus()
+    status.at("evaluation")
+    topology, depths = executor.topology, len(executor.config.mtp)
+    sums = torch.zeros(1 + depths, dtype=torch.float64, device=topology.device)
+    counts = [0] * len(sums)
 
-    def evaluate(
-        self,
-        executor: Executor,
-        status: RankStatus | None = None,
-        *,
-        stops: Callable[[], bool] = lambda: False,
-    ) -> Evaluation | None:
-        """All ranks call it together, between two training steps; None if it was stopped.
+    def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
+        if executor.layout.stages[stage].head:
+            sums.add_(_sums(out, batch))
+        return sums
 
-        stops: the same on all ranks, which ask together before each round, or with a pipeline
-        before each step.
-        """
-        status = status or RankStatus()
-        status.at("evaluation")
-        topology, depths = executor.topology, len(executor.config.mtp)
-        sums = torch.zeros(1 + depths, dtype=torch.float64, device=topology.device)
-        counts = [0] * len(sums)
-
-        def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
-            if executor.layout.stages[stage].head:
-                sums.add_(_sums(out, batch))
-            return sums
-
-        handlers = Handlers(
-            prepare=lambda host: host.to(topology.device, non_blocking=True),
-            read=read,
-            begin=lambda action: status.at("evaluation", round=action.round + 1),
-        )
-        steps = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
-        with torch.no_grad():
-            for step in steps:
-                rounds = len(step.batches)
-                queue = executor.queue(step.plan, rounds=rounds, backward=False)
-                # Half of a pipeline's messages would wait for the others.
-                for part in [queue] if executor.layout.pp > 1 else [(entry,) for entry in queue]:
-                    if stops():
-                        reshard(executor)
-                        return None
-                    executor.run(step.batches, part, handlers)
-                more = step.batches[0].counts
-                counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
-        reshard(executor)
-        sum_over(sum_over(sums, topology.groups.lanes), topology.groups.pp)
-        pairs = zip(sums.tolist(), counts, strict=True)
-        loss, *means = [_mean(total, count) for total, count in pairs]
-        return Evaluation(self.name, loss, counts[0], tuple(means))
-
-
-def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
-    """A line of evals.jsonl: {"step": 40, "name": "held-out", "loss": 2.1, "loss_tokens": 512}."""
-    line = {"step": step, **asdict(evaluation)}
-    return line if evaluation.mtp_losses else {k: v for k, v in line.items() if k != "mtp_losses"}
-
-
-def _mean(total: float, count: int) -> float | None:
-    """None without a token, or if the total is not finite."""
-    return total / count if count and math.isfinite(total) else None
+    handlers = Handlers(
+        prepare=lambda host: host.to(topology.device, non_blocking=True),
+        read=read,
+        begin=lambda action: status.at("evaluation", round=action.round + 1),
+    )
+    steps = islice(held_out.from_place(Place(), lambda: False), held_out.batches.steps(0))
+    with torch.no_grad():
+        for step in steps:
+            queue = executor.queue(step.plan, rounds=len(step.batches), backward=False)
+            # Half of a pipeline's messages would wait for the others.
+            for part in [queue] if executor.layout.pp > 1 else [(entry,) for entry in queue]:
+                if stops():
+                    reshard(executor)
+                    return None
+                executor.run(step.batches, part, handlers)
+            more = step.batches[0].counts
+            counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
+    reshard(executor)
+    sum_over(sum_over(sums, topology.groups.lanes), topology.groups.pp)
+    loss, *means = [
+        total / count if count and math.isfinite(total) else None
+        for total, count in zip(sums.tolist(), counts, strict=True)
+    ]
+    return Evaluation("held-out", loss, counts[0], tuple(means))
 
 
 def _sums(out: Output, batch: MicroBatch) -> Tensor:

@@ -1,27 +1,34 @@
 """Losses: a value for each token, summed, and divided by one count of the full step.
 
 In: what the head computed of each token, and the micro-batch. Out: a sum whose gradient does not
-depend on the plan, because its divisor is counted over all lanes and rounds.
+depend on the plan, because its divisor is counted over all lanes and rounds. The default is the
+mean over the step's loss tokens of their negative log-likelihood (nll); `train.loss` names one of
+losses.py or a user's function, whose parameters say what it reads. T tokens of a micro-batch, N
+sequences of the step:
 
-The default loss is the mean over the step's loss tokens of their negative log-likelihood (nll). A
-user's loss names a function, `train.loss = "my_losses:weighted"`, or one of losses.py, and,
-if the divisor is not the loss tokens, a count. What it reads is said by the names of its
-parameters, see loss_inputs.py:
+    nll, logprobs       (T)     of each label; logprobs = −nll
+    entropy             (T)     of each token's distribution
+    logsumexp           (T)     of its logits
+    mean_logit          (T)     over the vocabulary
+    sequence_tokens     (T)     loss tokens of the token's sequence, over all ranks
+    hidden              (T, C)  what the output layer gets
+    head                        a LogitsHead, for functions of the logits
+    batch, counts               the micro-batch, and the totals of the step
+    sequences                   SequenceSums of all N, for a loss with one value per sequence
 
-    def weighted(nll, batch):             # (T) in, (T) out; where no loss counts both are 0
-        return nll * batch.token_fields["weight"]
+    def weighted(nll, batch, scale=1.0):  # an option: train.loss_options={scale=0.2}
+        return scale * nll * batch.token_fields["weight"]
 
-    def weight(batch):                    # of one lane and round; sums over them are the divisor
+    def weight(batch):                    # train.loss_count, of one lane and round
         return (batch.token_fields["weight"] * batch.targets.loss_mask).sum()
 
-Tokens of weight 1 and 3 with nll 2 and 4 then give (2 + 12) / 4.
-
-Tokens without loss must not disturb the others. A user's function gets 0 for them and its result
-is dropped; but `nll / w` with w = 0 has the derivative 1/0, and 0 · ∞ is NaN in backward. So in
-every operation of the function a NaN computed from a gradient of 0 becomes 0 again: with nll 2 3 5,
-w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
+Tokens of weight 1 and 3 with nll 2 and 4 then give (2 + 12) / 4. A function may return metrics
+beside its values, `return nll, {"confident": nll < 0.1}`, whose names it declares before the first
+step: `mine.metrics = ("confident",)`. A metric is a value for each token or sequence, whose mean is
+logged, or a pair: values 1 2 5 with weights 1 1 0 have the mean 1.5.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,26 +39,284 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch, Targets
-from longshore.data.source import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
 from longshore.model.interface import Reader
-from longshore.ops.cross_entropy import OutputLayer
-from longshore.train.loss_fields import NeededField, check_needed
-from longshore.train.loss_inputs import (
-    HeadReader,
-    LossCall,
-    StepInputs,
-    checked_result,
-    refuse_vocabulary_part,
-)
-from longshore.train.losses import ready_loss
-from longshore.user_code import load_function
+from longshore.ops.cross_entropy import STATISTICS, OutputLayer, map_logits, token_statistics
+from longshore.train.loss_fields import Needed
+
+OF_NLL = ("nll", "logprobs")
+OF_STATISTICS = ("entropy", "logsumexp", "mean_logit")
+OF_HEAD = ("hidden", "head")
+OF_SEQUENCES = ("sequences", "counts")
+KNOWN = (*OF_NLL, *OF_STATISTICS, "sequence_tokens", *OF_HEAD, "batch", "counts", "sequences")
+TEMPERATURE = "temperature"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceSums:
+    """Every sequence of a step, by its index in the plan; the same on all lanes."""
+
+    logprobs: Tensor
+    """float64 (N): the sum over a sequence's loss tokens."""
+    tokens: Tensor
+    """float64 (N): how many loss tokens it has."""
+    fields: Mapping[str, Tensor]
+    """(N) each: extra fields of sequences, and of tokens their sums over loss tokens.
+
+    float64, but int64 for `pair`, whose values only name groups.
+    """
+
+
+Metric = Tensor | tuple[Tensor, Tensor]
+"""Values to take the mean of; or values and weights."""
+
+
+LossResult = tuple[Tensor, tuple[Metric, ...]]
+"""A value for each token, or for each sequence; and metrics in the order of their names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a loss reads of the whole step, besides the counts of a micro-batch."""
+
+    sequence_tokens: Tensor | None = None
+    """float64 (N): loss tokens of each sequence; None if the loss does not ask for it."""
+    slopes: Tensor | None = None
+    """float64 (N): of a loss of whole sequences, its derivative by each one's log-probability."""
+    offsets: Tensor | None = None
+    """float64 (N): what each loss token adds, so that the sum is the loss itself."""
+    faults: dict[int, Any] = field(default_factory=dict)
+    """By round, where the function was not finite, if the head's stage computed it."""
+    totals: Tensor | None = None
+    """float64 (2 + 2·M), sums of this rank that the rounds add to: rows of the function's result
+    with a gradient and without one, then of each metric the weighted sum and the weights; None: not
+    wanted."""
+
+    def add(self, result: LossResult, counts: Tensor, *, is_trained: bool) -> None:
+        """Adds the rows that count (bool) to the totals. is_trained: whether gradients may flow."""
+        if self.totals is None:
+            return
+        values, metrics = result
+        zeros = torch.zeros_like(counts)
+        has_gradient = counts if values.requires_grad else zeros
+        rows = [has_gradient, counts & ~has_gradient if is_trained else zeros]
+        for metric in metrics:
+            values, weights = metric if isinstance(metric, tuple) else (metric, counts)
+            # `where`, so that not even a NaN of weight 0 counts
+            rows += [torch.where(weights != 0, values * weights, 0.0), weights]
+        sums = [row.detach().double().where(counts, 0.0).sum() for row in rows]
+        self.totals.add_(torch.stack(sums))
+
+
+NO_STEP = StepInputs()
+
+
+def sequences_of(batch: MicroBatch) -> Tensor:
+    """int64 (T): the index in the plan of each token's sequence; N for padding."""
+    index_T = batch.ctx.sequence_index
+    every = torch.tensor([*batch.ctx.sequences, batch.counts.sequences], device=index_T.device)
+    return every[index_T]
+
+
+def of_tokens(values_N: Tensor, batch: MicroBatch, *, padding: float) -> Tensor:
+    """(T): the value of each token's sequence."""
+    return torch.cat([values_N, values_N.new_tensor([padding])])[sequences_of(batch)]
+
+
+class LogitsHead:
+    """The output layer for a loss function: logits exist for one chunk of tokens at a time."""
+
+    def __init__(self, hidden_TC: Tensor, layer: OutputLayer) -> None:
+        self._hidden_TC, self._layer = hidden_TC, layer
+        self.is_used = False
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._layer.weight)
+
+    def map_logits(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """(T, …): function(logits, *rows) chunk by chunk, called again in backward.
+
+        rows: tensors (T, …), of which each call gets the chunk's. Logits are float32, or float64.
+        """
+        self.is_used = True
+        layer = self._layer
+        return map_logits(function, self._hidden_TC, layer.weight, rows, softcap=layer.softcap)
+
+
+class LossCall:
+    """A loss function with its options, and what it reads.
+
+    name: as the user wrote it, for errors. temperature: that logits are divided by. metrics: names
+    of what it returns beside its values; None: what its attribute `metrics` says.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str = "",
+        options: Mapping[str, Any] | None = None,
+        *,
+        temperature: float = 1.0,
+        metrics: Sequence[str] | None = None,
+    ) -> None:
+        self.function = function
+        self.name = name or getattr(function, "__name__", "the loss")
+        self.options = dict(options or {})
+        self.metrics = _metric_names(function, self.name) if metrics is None else tuple(metrics)
+        parameters = _parameters(function, self.name)
+        if TEMPERATURE in self.options and TEMPERATURE not in parameters:
+            temperature = checked_temperature(self.options.pop(TEMPERATURE))
+        self.temperature = temperature
+        self.names = _names_of(parameters, self.name, self.options)
+        if temperature != 1 and self.reads_head:
+            raise _refused(self.name, "it reads the logits itself, so it divides them itself")
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether it gets hidden states or the head, so that the head's stage calls it."""
+        return bool(self.names & set(OF_HEAD))
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether it is a loss of whole sequences."""
+        return "sequences" in self.names
+
+    @property
+    def reads_nll_alone(self) -> bool:
+        """Whether the losses of the labels are all that the head must compute for it."""
+        return not self.names & {*OF_STATISTICS, *OF_HEAD} and self.temperature == 1
+
+    def statistics(self, hidden_TC: Tensor, layer: OutputLayer, labels_T: Tensor) -> Tensor:
+        """A Reader: (T, 4)."""
+        return token_statistics(
+            hidden_TC,
+            layer.weight,
+            labels_T,
+            temperature=self.temperature,
+            vocabulary=layer.vocabulary,
+            softcap=layer.softcap,
+        )
+
+    def __call__(self, values: Mapping[str, Any], batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
+        """The function with these values and with what it reads of the batch and the step."""
+        every = {**values, "batch": batch, "counts": batch.counts}
+        if "sequence_tokens" in self.names:
+            assert step.sequence_tokens is not None
+            tokens_T = of_tokens(step.sequence_tokens, batch, padding=1).clamp(min=1)
+            every["sequence_tokens"] = tokens_T
+        return self.function(**{name: every[name] for name in self.names}, **self.options)
+
+
+def _by_name(given: Tensor) -> dict[str, Any]:
+    """What the head computed, nll (T) or statistics (T, 4), by the names of parameters."""
+    if given.ndim == 1:
+        return {"nll": given, "logprobs": -given}
+    columns = dict(zip(STATISTICS, given.unbind(1), strict=True))
+    logprobs = columns.pop("logprob")
+    return {"nll": -logprobs, "logprobs": logprobs, **columns}
+
+
+def logprobs_of(given: Tensor) -> Tensor:
+    """(T), from the nll of tokens (T), or their statistics (T, 4)."""
+    return -given if given.ndim == 1 else given[:, 0]
+
+
+def checked_result(result: object, names: Sequence[str], *, rows: int, of: str) -> LossResult:
+    """What a function returned, if it has the right shapes and the declared metrics.
+
+    of: "token" or "sequence": what a row is.
+    """
+    values: object = result
+    metrics: Mapping[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        values, metrics = result
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if not isinstance(values, Tensor) or shape != (rows,):
+        raise ValueError(
+            f"the loss function returned {shape} for {rows} {of}s; it must return one value for "
+            f"each {of}"
+        )
+    if set(metrics) != set(names):
+        raise ValueError(
+            f"the loss function returned the metrics ({', '.join(metrics)}) and declares "
+            f"({', '.join(names)}); set its attribute, function.metrics = {tuple(metrics)}, and "
+            "return the same names for each micro-batch"
+        )
+    for name, metric in metrics.items():
+        parts = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        if not all(isinstance(part, Tensor) and part.shape == (rows,) for part in parts):
+            raise ValueError(
+                f"the loss function's metric {name} must be a tensor with a value for each of the "
+                f"{rows} {of}s, or two: values and weights"
+            )
+    return values, tuple(metrics[name] for name in names)
+
+
+def _metric_names(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    names = getattr(function, "metrics", ())
+    is_list = isinstance(names, list | tuple)
+    if not is_list or not all(isinstance(each, str) and each.isidentifier() for each in names):
+        raise _refused(name, f'its metrics are {names!r}; give names, such as ("accuracy",)')
+    return tuple(dict.fromkeys(names))
+
+
+def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise _refused(name, "the names of its parameters cannot be read") from None
+
+
+def _names_of(
+    parameters: Mapping[str, inspect.Parameter], name: str, options: Mapping[str, Any]
+) -> frozenset[str]:
+    """Which of the known names it reads; refuses what cannot be given to it."""
+    names = set()
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise _refused(name, f"its parameter {parameter.name} cannot be given by name")
+        if parameter.name in KNOWN:
+            names.add(parameter.name)
+        elif parameter.default is parameter.empty and parameter.name not in options:
+            raise _refused(
+                name,
+                f"unknown parameter {parameter.name!r}; known are {', '.join(KNOWN)}, and others "
+                "with a default or a value in train.loss_options",
+            )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for option in options:
+        if option in KNOWN or (option not in parameters and not takes_any):
+            own = [p for p in parameters if p not in KNOWN]
+            known = f"it has {', '.join(own)}" if own else "it has none"
+            raise ValueError(f"train.loss_options: {name} has no option {option!r}; {known}")
+    if "sequences" in names and (others := sorted(names - set(OF_SEQUENCES))):
+        raise _refused(
+            name,
+            f"it reads sequences, and {', '.join(others)}; a loss of whole sequences reads only "
+            "sequences and counts",
+        )
+    return frozenset(names)
+
+
+def checked_temperature(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ValueError(
+            f"train.loss_options: temperature is {value!r}; it must be a number above 0"
+        )
+    return float(value)
+
+
+def _refused(name: str, problem: str) -> ValueError:
+    return ValueError(f"train.loss is {name}: {problem}")
+
 
 PerToken = Callable[[Tensor, MicroBatch], Any]
 """From what the head computed, (T) or (T, …), and the micro-batch to values (T), and metrics."""
 NONE = -1
-NO_STEP = StepInputs()
 
 
 class Faults(NamedTuple):
@@ -76,6 +341,11 @@ def masked_values(
 ) -> tuple[Tensor, Faults]:
     """The function's values of loss tokens; other tokens affect neither forward nor backward.
 
+    It gets 0 for them and its result is dropped; but `nll / w` with w = 0 has the derivative 1/0,
+    and 0 · ∞ is NaN in backward. So in every operation of the function a NaN computed from a
+    gradient of 0 becomes 0 again: with nll 2 3 5, w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5
+    and the gradient 1/2 0 1.
+
     given: (T) or (T, …), of which rows of other tokens become 0. metrics: names of what it returns
     beside its values, which the step adds up.
     """
@@ -84,7 +354,7 @@ def masked_values(
     own = torch.where(mask_T.reshape(-1, *[1] * (given.ndim - 1)), given, 0.0)
     result = checked_result(function(own, batch), metrics, rows=len(given), of="token")
     step.add(result, mask_T, is_trained=own.requires_grad)
-    values_T = result.values
+    values_T, _ = result
     checked_T = mask_T & _finite_rows(given.detach())
     value = _first(checked_T & ~values_T.detach().isfinite())
     faults = Faults(value, torch.full_like(value, NONE))
@@ -139,29 +409,21 @@ def _zero_stays_zero(
     )
 
 
-Count = Callable[[MicroBatch], Tensor]
+Divisor = Callable[[list[MicroBatch], Groups], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A value for each token, and what the sum of a step is divided by."""
 
-    function: LossCall | Callable[..., Tensor] | None
-    """The value of each token, see loss_inputs.py; None for its nll."""
-    divisor: Callable[[list[MicroBatch], Groups], float]
-    """Of a step, from a lane's micro-batches."""
+    call: LossCall | None
+    """The function of each token or sequence, and what it reads; None for the nll of tokens."""
+    divisor: Divisor
+    """What a step's sum is divided by, from a lane's micro-batches."""
     name: str = ""
-    """Of the function, as the user wrote it."""
-    fields: tuple[NeededField, ...] = ()
+    """The function's name, as the user wrote it."""
+    fields: Needed = field(default_factory=dict)
     """Extra fields that the data must have."""
-    call: LossCall | None = field(init=False)
-    """The function, and what it reads; None for nll."""
-
-    def __post_init__(self) -> None:
-        call = self.function
-        if call is not None and not isinstance(call, LossCall):
-            call = LossCall(call, self.name)
-        object.__setattr__(self, "call", call)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -173,7 +435,7 @@ class Loss:
         """Whether the loss tokens' nll are only added up, so that they share one gradient."""
         return self.call is None
 
-    def reader(self, step: StepInputs) -> HeadReader | None:
+    def reader(self, step: StepInputs) -> Callable[[MicroBatch], Reader] | None:
         """What the head computes for each micro-batch; None: the nll of its labels."""
         call = self.call
         if call is None or call.reads_nll_alone:
@@ -195,7 +457,10 @@ class Loss:
         if call.of_sequences:
             values_T, faults = masked_values(partial(_second_pass, step), values, batch)
         else:
-            function = partial(call, step=step)
+
+            def function(given: Tensor, batch: MicroBatch) -> Any:  # noqa: ANN401
+                return call(_by_name(given), batch, step)
+
             values_T, faults = masked_values(
                 function, values, batch, metrics=call.metrics, step=step
             )
@@ -203,26 +468,36 @@ class Loss:
 
 
 def _second_pass(step: StepInputs, given: Tensor, batch: MicroBatch) -> Tensor:
-    """Of a loss of whole sequences, see sequence_loss.py."""
+    """What each token adds to a loss of whole sequences, see step.py."""
     assert step.slopes is not None
     assert step.offsets is not None
-    logprobs_T = -given if given.ndim == 1 else given[:, 0]
-    slopes_T = step.of_tokens(step.slopes, batch, padding=0)
-    return slopes_T * logprobs_T + step.of_tokens(step.offsets, batch, padding=0)
+    slopes_T = of_tokens(step.slopes, batch, padding=0)
+    return slopes_T * logprobs_of(given) + of_tokens(step.offsets, batch, padding=0)
 
 
 def _read_head(call: LossCall, step: StepInputs, batch: MicroBatch) -> Reader:
     """Calls a function that reads hidden states or the head while the head's weight is there."""
 
     def read(hidden_TC: Tensor, layer: OutputLayer, _: Tensor) -> Tensor:
-        refuse_vocabulary_part(call.name, layer)
+        if layer.vocabulary is not None:
+            raise ValueError(
+                f"train.loss is {call.name}, which reads hidden states or the head; ranks of "
+                "tensor parallelism have a part of each token's logits, so set parallel.tp to 1, "
+                "or write it with logprobs, entropy, logsumexp and mean_logit"
+            )
         is_used = False
 
         def function(own_TC: Tensor, batch: MicroBatch) -> Any:  # noqa: ANN401
             nonlocal is_used
-            result, is_used = call.with_head(own_TC, layer, batch, step)
+            assert batch.targets is not None
+            head = LogitsHead(own_TC, layer)
+            given: dict[str, Any] = {"hidden": own_TC, "head": head}
+            if call.names & {*OF_NLL, *OF_STATISTICS}:
+                given |= _by_name(call.statistics(own_TC, layer, batch.targets.labels))
+                head.is_used = True
+            result = call(given, batch, step)
             values = result[0] if isinstance(result, tuple) and result else result
-            is_used = is_used and isinstance(values, Tensor) and values.requires_grad
+            is_used = head.is_used and isinstance(values, Tensor) and values.requires_grad
             return result
 
         values_T, step.faults[batch.round] = masked_values(
@@ -260,58 +535,28 @@ def _counted(targets: Targets | None) -> Targets | None:
     return replace(targets, labels=targets.labels.where(targets.loss_mask, IGNORE))
 
 
-def make_loss(
-    function: str = "", count: str = "auto", options: Mapping[str, Any] | None = None
-) -> Loss:
-    """From names. function: "" is nll, or one of losses.py, or a user's module:function.
-
-    count: "tokens", "sequences", a user's function, or "auto", which is tokens unless the loss has
-    values of sequences. options: of the function, by the names of its parameters.
-    """
-    ready = ready_loss(function, options or {})
-    if ready is not None:
-        call, auto, fields = ready.call, ready.count, ready.fields
-    else:
-        call = LossCall(load_function(function, "train.loss"), function, options)
-        auto, fields = ("sequences" if call.of_sequences else "tokens"), ()
-    count = auto if count == "auto" else count
-    if count in ("tokens", "sequences"):
-        divisor: Callable[[list[MicroBatch], Groups], float]
-        divisor = _tokens if count == "tokens" else _sequences
-    else:
-        divisor = _UserCount(load_function(count, "train.loss_count"), count)
-    return Loss(call, divisor, function, fields)
-
-
-def check_fields(loss: Loss, declared: Sequence[Field]) -> None:
-    """Refuses data that do not have the fields of a ready loss as it reads them."""
-    check_needed(loss.name, loss.fields, declared)
-
-
-def _tokens(batches: list[MicroBatch], groups: Groups) -> float:
+def count_tokens(batches: list[MicroBatch], groups: Groups) -> float:
     return batches[0].counts.main
 
 
-def _sequences(batches: list[MicroBatch], groups: Groups) -> float:
+def count_sequences(batches: list[MicroBatch], groups: Groups) -> float:
     return batches[0].counts.sequences if batches[0].counts.main else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _UserCount:
+def user_count(count: Callable[[MicroBatch], Tensor], name: str) -> Divisor:
     """A user's count, summed over rounds and, in one small collective, over lanes."""
 
-    count: Count
-    name: str
-
-    def __call__(self, batches: list[MicroBatch], groups: Groups) -> float:
-        # Of a pipeline's ranks only the one with the head has targets.
-        mine = sum(float(self.count(batch)) for batch in batches if batch.targets is not None)
+    def divisor(batches: list[MicroBatch], groups: Groups) -> float:
+        # In a pipeline only the rank with the head has targets.
+        mine = sum(float(count(batch)) for batch in batches if batch.targets is not None)
         total = torch.tensor([mine], dtype=torch.float64, device=groups.device)
-        divisor = float(sum_over(sum_over(total, groups.lanes), groups.pp))
-        if not math.isfinite(divisor):
+        whole = float(sum_over(sum_over(total, groups.lanes), groups.pp))
+        if not math.isfinite(whole):
             raise ValueError(
-                f"train.loss_count={self.name}: its sum over all ranks and rounds of the step is "
-                f"{divisor}; it must be finite, so mask tokens without loss with torch.where, not "
+                f"train.loss_count={name}: its sum over all ranks and rounds of the step is "
+                f"{whole}; it must be finite, so mask tokens without loss with torch.where, not "
                 "by multiplication"
             )
-        return divisor
+        return whole
+
+    return divisor

@@ -1,14 +1,12 @@
-"""Fields of the data that a loss reads, and whether the data declare them so.
+"""Fields of the data that a loss reads, and whether the data declare them so. No torch.
 
 In: what a loss needs, and the declared fields. Out: nothing, or an error that shows a declaration
-which fits. DPO's NeededField("pair", ("sequence",), is_integer=True) is one whole number for each
-sequence; a field declared pair:per_target:float32 gives
+which fits. DPO's pair is one whole number for each sequence; declared pair:per_target:float32 gives
 
     loss is dpo, which reads pair as pair:per_sequence:int64; declare it so, not pair:per_target:…
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from longshore.data.source import (
@@ -31,57 +29,50 @@ SOURCES = {
 """Where data get a field from."""
 
 
-@dataclass(frozen=True, slots=True)
-class NeededField:
-    """A field that a loss reads."""
-
-    name: str
-    """As the data declare it."""
-    per: tuple[Per, ...] = ("target",)
-    """What one value belongs to: one of these."""
-    dims: int = 0
-    """Dimensions of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
-    is_integer: bool = False
-    """Whether values are whole numbers; else any."""
-
-    def fits(self, spec: Field) -> bool:
-        is_kind = not self.is_integer or "int" in spec.dtype
-        return spec.per in self.per and len(spec.shape) == self.dims and is_kind
-
-    def __str__(self) -> str:
-        """Declarations that fit, for example."""
-        dtype, shape = "int64" if self.is_integer else "float32", ":8" * self.dims
-        return " or ".join(f"{self.name}:per_{per}:{dtype}{shape}" for per in self.per)
+Needed = Mapping[str, tuple[Field, ...]]
+"""By name, declarations that fit; integers may have any size, and k numbers any k."""
 
 
-def needed_fields(loss: str, options: Mapping[str, Any]) -> tuple[NeededField, ...]:
-    """The fields that a ready loss reads with these options; () for any other."""
+def needed_fields(loss: str, options: Mapping[str, Any]) -> Needed:
+    """The fields that a ready loss reads with these options; {} for any other."""
+
+    def need(name: str, *per: Per, dtype: str = "float32", shape: tuple[int, ...] = ()) -> Needed:
+        return {name: tuple(Field(name, each, dtype, shape) for each in per)}
+
     if loss == "dpo":
-        pair, sign = (NeededField(name, ("sequence",), is_integer=True) for name in (PAIR, SIGN))
-        reference = NeededField(REF_LOGPROBS, ("target", "sequence"))
-        return (pair, sign) if options.get("reference_free") else (pair, sign, reference)
+        pair, sign = (need(name, "sequence", dtype="int64") for name in (PAIR, SIGN))
+        is_free = options.get("reference_free")
+        return {**pair, **sign, **({} if is_free else need(REF_LOGPROBS, "target", "sequence"))}
     if loss in ("grpo", "ppo"):
-        fields = [NeededField(ADVANTAGES, ("target", "sequence"))]
-        fields += [] if options.get("on_policy") else [NeededField(OLD_LOGPROBS)]
-        return (*fields, *([NeededField(REF_LOGPROBS)] if options.get("kl") else []))
+        old = {} if options.get("on_policy") else need(OLD_LOGPROBS, "target")
+        reference = need(REF_LOGPROBS, "target") if options.get("kl") else {}
+        return {**need(ADVANTAGES, "target", "sequence"), **old, **reference}
     if loss == "distill":
-        ids = NeededField(TEACHER_IDS, dims=1, is_integer=True)
-        return (ids, NeededField(TEACHER_LOGPROBS, dims=1))
-    return ()
+        ids = need(TEACHER_IDS, "target", dtype="int64", shape=(8,))
+        return {**ids, **need(TEACHER_LOGPROBS, "target", shape=(8,))}
+    return {}
 
 
-def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Field]) -> None:
+def check_needed(loss: str, needed: Needed, declared: Sequence[Field]) -> None:
     """Refuses data without the fields that a loss reads, or with others of their names."""
     by_name = {spec.name: spec for spec in declared}
-    for need in needed:
-        if need.name not in by_name:
+    for name, fitting in needed.items():
+        if name not in by_name:
             known = ", ".join(map(str, declared)) or "none"
             raise ValueError(
-                f"train.loss is {loss}, which reads the field {need.name}, and the data do not "
-                f"have it; their data.fields: {known}{SOURCES.get(need.name, '')}"
+                f"train.loss is {loss}, which reads the field {name}, and the data do not have it; "
+                f"their data.fields: {known}{SOURCES.get(name, '')}"
             )
-        _check_kind(loss, need, by_name[need.name])
-    rows = [by_name[need.name] for need in needed if need.dims]
+        spec = by_name[name]
+        if not any(_fits(spec, each) for each in fitting):
+            shifted = ""
+            if spec.per == "token" and "target" in [each.per for each in fitting]:
+                shifted = ", with a value for each token as a target, shifted as labels are"
+            raise ValueError(
+                f"train.loss is {loss}, which reads {name} as {' or '.join(map(str, fitting))}"
+                f"{shifted}; declare it so in data.fields, not as {spec}"
+            )
+    rows = [by_name[name] for name, fitting in needed.items() if fitting[0].shape]
     if len({spec.shape for spec in rows}) > 1:
         raise ValueError(
             f"train.loss is {loss}, whose fields {' and '.join(map(str, rows))} must have the same "
@@ -89,13 +80,6 @@ def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Fi
         )
 
 
-def _check_kind(loss: str, need: NeededField, spec: Field) -> None:
-    if need.fits(spec):
-        return
-    shifted = ""
-    if spec.per == "token" and "target" in need.per:
-        shifted = ", with a value for each token as a target, shifted as labels are"
-    raise ValueError(
-        f"train.loss is {loss}, which reads {need.name} as {need}{shifted}; declare it so in "
-        f"data.fields, not as {spec}"
-    )
+def _fits(spec: Field, need: Field) -> bool:
+    is_kind = "int" in spec.dtype or "int" not in need.dtype
+    return spec.per == need.per and len(spec.shape) == len(need.shape) and is_kind

@@ -1,78 +1,15 @@
-"""Losses that are ready to use, by name: pure functions of tensors, without process groups.
+"""Losses that are ready to use, by name: `train.loss="grpo"` with `train.loss_options={kl=0.01}`.
 
-The losses by name: `train.loss="grpo"` with `train.loss_options={kl=0.01}`.
-
-In: a name and options. Out: ReadyLoss: the function, what a step's sum is divided by, and the
-fields that the data must have; or None where the name is no ready loss. `ready_loss("dpo", {})` is
-divided by sequences and needs pair, sign and ref_logprobs.
-
-Cross entropy with label smoothing and z-loss.
-
-In: statistics of each token. Out: a value for each token. With label_smoothing ε and z_loss z
-
-    (1 − ε)·nll + ε·(logsumexp − mean_logit) + z·logsumexp²
-
-The second term is the mean over the vocabulary of −log p, as in torch's cross_entropy. Logits 0 and
-log 3 with label 1, ε = 0.1 and z = 0: 0.9·0.288 + 0.1·(1.386 − 0.549) = 0.343.
-
-Distillation from a teacher's stored top-k log-probabilities.
-
-In: the student's head, and for each token as a target the ids of the teacher's k likeliest tokens
-(`teacher_ids`) and their log-probabilities (`teacher_logprobs`), (T, k) each. Out: a value for each
-token:
-
-    Σ over the k of p·(log p − log q)
-
-with the teacher's p and the student's q at this temperature, over the whole vocabulary. Two stored
-tokens with p = ½ and ¼ and a student with q = ¼ and ¼ give ½·log 2 = 0.347. renormalize=true scales
-the k probabilities to a sum of 1 first. nll_weight adds so much of the label's own nll.
-
-Its metrics are means over loss tokens: kl, the sum above, and agreement, the share of tokens whose
-likeliest successor is the same for student and teacher.
-
-The temperature divides the student's logits alone: the teacher's values must be stored at the same
-one. Where fewer than k tokens are stored, a log-probability of −inf fills the row, with any id. An
-id past the vocabulary gives NaN, which is reported with its place; run/data.py refuses it before.
-
-Clipped policy gradient, as in PPO and GRPO, with a KL term and an entropy bonus.
-
-In: the log-probability of each token, and as fields of the data its advantage A, its
-log-probability when it was sampled and, for the KL term, that of a reference model. Out: a value
-for each token. With r = exp(logprob − old)
-
-    −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A) + kl·(exp(d) − d − 1) − entropy_bonus·entropy
-
-and d = reference − logprob, Schulman's third estimator of KL(policy ‖ reference), which is never
-negative. With r = 1.5, A = 1 and clip_high 0.2 a token has the value −1.2 and no gradient.
-
-Its metrics are means over loss tokens: advantage A; ratio r, clipped, the share of tokens that the
-clip leaves without a gradient, and old_kl, r − log r − 1, which estimates KL(sampling policy ‖
-policy); with the KL term kl, its estimate before it is weighted; and entropy.
-
-average="tokens" adds all tokens up, for a mean over the step's loss tokens; "sequences" divides
-each by its sequence's loss tokens first, for the mean over sequences of their means.
-
-Direct preference optimization (DPO): a loss of pairs of sequences.
-
-In: the log-probability of each sequence's completion, and as fields of the data which pair it is in
-(`pair`), whether it was chosen (`sign` 1) or rejected (−1), and its log-probability under a
-reference model (`ref_logprobs`, per target or per sequence; `longshore score` writes it). Out: for
-each sequence the loss of its pair, so that the mean over sequences is that over pairs:
-
-    −log σ(β·m),    m = (logprob − reference) of the chosen − that of the rejected
-
-With β = 0.1 and m = 2 that is 0.598. label_smoothing ε assumes that a share ε of the pairs is
-labelled the wrong way round: (1 − ε)·(−log σ(β·m)) + ε·(−log σ(−β·m)).
-
-Its metrics are means over pairs. A sequence's reward is β·(logprob − reference); reward_margin is
-that of the chosen less that of the rejected, β·m, and reward_accuracy the share of pairs in which
-it is above 0.
+In: a name, "" for plain nll, or a user's module:function, and options. Out: a Loss: the function,
+what a step's sum is divided by, and the fields that the data must have. `make_loss("dpo")` is
+divided by sequences and needs pair, sign and ref_logprobs. The functions are pure functions of
+tensors, without process groups.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -90,15 +27,23 @@ from longshore.data.source import (
     TEACHER_LOGPROBS,
 )
 from longshore.settings import LossName, names_of
-from longshore.train.loss_fields import NeededField, needed_fields
-from longshore.train.loss_inputs import (
+from longshore.train.loss import (
     TEMPERATURE,
+    Divisor,
     LogitsHead,
+    Loss,
     LossCall,
     Metric,
     SequenceSums,
     checked_temperature,
+    count_sequences,
+    count_tokens,
+    user_count,
 )
+from longshore.train.loss_fields import needed_fields
+from longshore.user_code import load_function
+
+Result = tuple[Tensor, dict[str, Metric]]
 
 
 def smoothed_cross_entropy(
@@ -108,6 +53,13 @@ def smoothed_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
+    """(T): with label_smoothing ε and z_loss z
+
+        (1 − ε)·nll + ε·(logsumexp − mean_logit) + z·logsumexp²
+
+    The second term is the mean over the vocabulary of −log p, as in torch's cross_entropy. Logits 0
+    and log 3 with label 1, ε = 0.1 and z = 0: 0.9·0.288 + 0.1·(1.386 − 0.549) = 0.343.
+    """
     smooth = logsumexp - mean_logit
     return nll + label_smoothing * (smooth - nll) + z_loss * logsumexp.square()
 
@@ -122,7 +74,21 @@ def distill(
     temperature: float = 1.0,
     renormalize: bool = False,
     nll_weight: float = 0.0,
-) -> tuple[Tensor, dict[str, Metric]]:
+) -> Result:
+    """(T): distillation from a teacher's stored top-k log-probabilities.
+
+        Σ over the k of p·(log p − log q)
+
+    with the teacher's p (`teacher_ids`, `teacher_logprobs`, (T, k)) and the student's q at this
+    temperature, over the whole vocabulary. Two stored tokens with p = ½ and ¼ and a student with
+    q = ¼ and ¼ give ½·log 2 = 0.347. renormalize scales the k probabilities to a sum of 1 first,
+    and nll_weight adds a multiple of the label's own nll.
+
+    Metrics are kl, the sum above, and agreement, the share of tokens whose likeliest successor is
+    the same for both. The temperature divides the student's logits alone: the teacher's values
+    must be stored at the same one. Where fewer than k tokens are stored, −inf fills the row, with
+    any id. An id past the vocabulary gives NaN, which is reported; run/data.py refuses it before.
+    """
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     ids_TK = batch.token_fields[TEACHER_IDS].long()
@@ -167,10 +133,20 @@ def policy_gradient(
     clip_high: float = 0.2,
     kl: float = 0.0,
     on_policy: bool = False,
-) -> tuple[Tensor, dict[str, Metric]]:
-    """(T): without the entropy bonus, each token with weight 1; and the metrics.
+) -> Result:
+    """(T): clipped policy gradient, as in PPO and GRPO.
 
-    on_policy: the tokens were sampled by the model as it is, so that every ratio is 1.
+    With the advantage A, r = exp(logprob − old) and d = reference − logprob, a token has the value
+
+        −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A) + kl·(exp(d) − d − 1)
+
+    whose last term is Schulman's third estimator of KL(policy ‖ reference), never negative. With
+    r = 1.5, A = 1 and clip_high 0.2 a token has the value −1.2 and no gradient. on_policy: the
+    tokens were sampled by the model as it is, so every ratio is 1.
+
+    Metrics: advantage A; ratio r; clipped, the share of tokens that the clip leaves without a
+    gradient; old_kl, r − log r − 1, which estimates KL(sampling policy ‖ policy); and kl, the
+    estimate before it is weighted.
     """
     advantages = field_of_tokens(batch, ADVANTAGES, like=logprobs)
     old = logprobs.detach() if on_policy else field_of_tokens(batch, OLD_LOGPROBS, like=logprobs)
@@ -217,8 +193,19 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reference_free: bool = False,
-) -> tuple[Tensor, dict[str, Metric]]:
-    """(N): of each sequence the loss of its pair; and its DPO_METRICS."""
+) -> Result:
+    """(N): direct preference optimization; each sequence has the loss of its pair.
+
+        −log σ(β·m),    m = (logprob − reference) of the chosen − that of the rejected
+
+    Fields of the data say which pair a sequence is in (`pair`), whether it was chosen (`sign` 1) or
+    rejected (−1), and its log-probability under a reference model (`ref_logprobs`). With β = 0.1
+    and m = 2 the loss is 0.598. label_smoothing ε assumes that a share ε of the pairs is labelled
+    the wrong way round: (1 − ε)·(−log σ(β·m)) + ε·(−log σ(−β·m)).
+
+    Metrics are means over pairs. A sequence's reward is β·(logprob − reference); reward_margin is
+    β·m, and reward_accuracy the share of pairs in which it is above 0.
+    """
     pair_N, sign_N = sequences.fields[PAIR], sequences.fields[SIGN]
     numbers_P, index_N = pair_N.unique(return_inverse=True)
     _check_pairs(numbers_P, index_N, sign_N)
@@ -246,51 +233,33 @@ def _check_pairs(numbers_P: Tensor, index_N: Tensor, sign_N: Tensor) -> None:
     size_P = zeros_P.index_add(0, index_N, torch.ones_like(index_N))
     wrong_P = (chosen_P != 1) | (rejected_P != 1) | (size_P != 2)
     if bool(wrong_P.any()):
-        place = int(wrong_P.nonzero()[0])
+        at = int(wrong_P.nonzero()[0])
         raise ValueError(
-            f"train.loss=dpo: pair {int(numbers_P[place])} has {int(size_P[place])} sequences in "
-            f"this step, {int(chosen_P[place])} of them with sign 1 and {int(rejected_P[place])} "
+            f"train.loss=dpo: pair {int(numbers_P[at])} has {int(size_P[at])} sequences in "
+            f"this step, {int(chosen_P[at])} of them with sign 1 and {int(rejected_P[at])} "
             "with sign −1; give each pair one of each, and let data.group=pair keep them together"
         )
 
 
 Options = dict[str, Any]
-Result = tuple[Tensor, dict[str, Metric]]
 Average = Literal["tokens", "sequences"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyLoss:
-    """A loss by name, with its options."""
-
-    call: LossCall | None
-    """The function; None for plain nll."""
-    count: str
-    """What a step's sum is divided by."""
-    fields: tuple[NeededField, ...] = ()
-    """Extra fields that the data must have."""
+Ready = tuple[LossCall | None, str]
+"""A loss with its options (None for plain nll), and what a step's sum is divided by."""
 
 
-def ready_loss(name: str, options: Mapping[str, Any]) -> ReadyLoss | None:
-    """The loss of a name, "" included, or None for a user's module:function."""
-    if not name:
-        if options:
-            raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
-        return ReadyLoss(None, "tokens")
-    return _MAKERS[name](dict(options)) if name in names_of(LossName) else None
-
-
-def _cross_entropy(options: Options) -> ReadyLoss:
+def _cross_entropy(options: Options) -> Ready:
     _check_options("cross_entropy", options, _defaults(smoothed_cross_entropy) | {TEMPERATURE: 1.0})
     _check_range(options, "label_smoothing", 0, 1)
     _check_range(options, "z_loss", 0, math.inf)
     changes = any(options.get(name) for name in _defaults(smoothed_cross_entropy))
     if not changes and options.get(TEMPERATURE, 1) == 1:
-        return ReadyLoss(None, "tokens")
-    return ReadyLoss(LossCall(smoothed_cross_entropy, "cross_entropy", options), "tokens")
+        return None, "tokens"
+    return LossCall(smoothed_cross_entropy, "cross_entropy", options), "tokens"
 
 
-def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss:
+def _policy_gradient(name: str, average: Average, options: Options) -> Ready:
     known = _defaults(policy_gradient)
     own: Options = {"average": average, "entropy_bonus": 0.0, "entropy_average": average}
     _check_options(name, options, known | own | {"log_entropy": True, TEMPERATURE: 1.0})
@@ -307,7 +276,7 @@ def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss
         {TEMPERATURE: temperature} if temperature != 1 else {},
         metrics=(*metrics, "entropy") if logs or bonus else metrics,
     )
-    return ReadyLoss(call, average, needed_fields(name, options))
+    return call, average
 
 
 def _average(options: Options, option: str, default: Average) -> Average:
@@ -322,7 +291,11 @@ def _average(options: Options, option: str, default: Average) -> Average:
 def _averaged(
     options: Options, *, average: Average, of_entropy: Average, bonus: float, logs: bool
 ) -> Callable[..., Result]:
-    """The function with as few parameters as its options need: each costs time."""
+    """The function with as few parameters as its options need: each costs time.
+
+    average: "tokens" adds all tokens up, for a mean over the step's loss tokens; "sequences" first
+    divides each by its sequence's loss tokens, for the mean over sequences of their means.
+    """
 
     def plain(logprobs: Tensor, batch: MicroBatch) -> Result:
         return policy_gradient(logprobs, batch, **options)
@@ -351,36 +324,50 @@ def _averaged(
     return with_entropy if average == of_entropy == "tokens" else of_sequences_with_entropy
 
 
-def _dpo(options: Options) -> ReadyLoss:
+def _dpo(options: Options) -> Ready:
     _check_options("dpo", options, _defaults(dpo) | {TEMPERATURE: 1.0})
     _check_range(options, "beta", 0, math.inf)
     _check_range(options, "label_smoothing", 0, 0.5)
-    call = LossCall(dpo, "dpo", options, metrics=DPO_METRICS)
-    return ReadyLoss(call, "sequences", needed_fields("dpo", options))
+    return LossCall(dpo, "dpo", options, metrics=DPO_METRICS), "sequences"
 
 
-def _distill(options: Options) -> ReadyLoss:
+def _distill(options: Options) -> Ready:
     _check_options("distill", options, _defaults(distill))
     checked_temperature(options.get(TEMPERATURE, 1.0))
-    call = LossCall(distill, "distill", options, metrics=DISTILL_METRICS)
-    return ReadyLoss(call, "tokens", needed_fields("distill", options))
+    return LossCall(distill, "distill", options, metrics=DISTILL_METRICS), "tokens"
 
 
-def _grpo(options: Options) -> ReadyLoss:
-    return _policy_gradient("grpo", "sequences", options)
-
-
-def _ppo(options: Options) -> ReadyLoss:
-    return _policy_gradient("ppo", "tokens", options)
-
-
-_MAKERS: dict[str, Callable[[Options], ReadyLoss]] = {
+_MAKERS: dict[str, Callable[[Options], Ready]] = {
     "cross_entropy": _cross_entropy,
     "dpo": _dpo,
-    "grpo": _grpo,
-    "ppo": _ppo,
+    "grpo": partial(_policy_gradient, "grpo", "sequences"),
+    "ppo": partial(_policy_gradient, "ppo", "tokens"),
     "distill": _distill,
 }
+
+
+def make_loss(
+    function: str = "", count: str = "auto", options: Mapping[str, Any] | None = None
+) -> Loss:
+    """From names. function: "" is nll, or one of losses.py, or a user's module:function.
+
+    count: "tokens", "sequences", a user's function, or "auto", which is tokens unless the loss has
+    values of sequences. options: of the function, by the names of its parameters.
+    """
+    own, fields = dict(options or {}), needed_fields(function, options or {})
+    if not function and own:
+        raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
+    if function in names_of(LossName):
+        call, auto = _MAKERS[function](own)
+    elif function:
+        call = LossCall(load_function(function, "train.loss"), function, own)
+        auto = "sequences" if call.of_sequences else "tokens"
+    else:
+        call, auto = None, "tokens"
+    count = auto if count == "auto" else count
+    known: dict[str, Divisor] = {"tokens": count_tokens, "sequences": count_sequences}
+    divisor = known.get(count) or user_count(load_function(count, "train.loss_count"), count)
+    return Loss(call, divisor, function, fields)
 
 
 def _defaults(function: Callable[..., Any]) -> Options:

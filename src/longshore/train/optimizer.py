@@ -81,11 +81,6 @@ def make_optimizer(
     return AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
-def set_lr(optimizer: AdamW, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def clip(
     model: nn.Module,
     limit: float,
@@ -106,7 +101,8 @@ def clip(
         assert parameter.grad is not None, "a trained parameter got no gradient"
         if chosen is None or id(parameter) in chosen:
             mine += counted_part(parameter.grad, cut, topology)
-    sums = sum_over(torch.cat([_square(mine, also), also]), topology.groups.world)
+    square = get_total_norm(mine).to(also.dtype).square().view(1) if mine else also.new_zeros(1)
+    sums = sum_over(torch.cat([square, also]), topology.groups.world)
     also.copy_(sums[1:])
     norm = sums[:1].sqrt().squeeze()
     if limit:
@@ -119,13 +115,6 @@ def clip(
             scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
             torch._foreach_mul_(gradients, scale)
     return norm
-
-
-def _square(gradients: list[Tensor], like: Tensor) -> Tensor:
-    """The squared norm of all gradients together, (1), in the dtype of `like`."""
-    if not gradients:
-        return like.new_zeros(1)
-    return get_total_norm(gradients).to(like.dtype).square().view(1)
 
 
 class RoutingCounts:

@@ -1,68 +1,31 @@
 """The record of a run: metrics, steps, evals and warnings as .jsonl, the display and the trackers.
 
-In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing. Out: one
-JSON object per line in each file. A run that resumes after step 40 first removes the lines of
-steps 41, 42, … from the files.
+In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing but their
+pipeline stages and the batches of a failed step. Out: one JSON object per line in each file. A run
+that resumes after step 40 first removes the lines of steps 41, 42, … from the files, with what a
+killed run has left of its last line.
 
     with RunRecord(folder, display="auto", steps=100, after=0, is_first=True) as record:
         record.note("4 ranks on cpu")
         record.write(report)
 
-steps.jsonl holds each step's plan and how long its rounds took, for the run's report; it stops
-growing at MOST_BYTES. A pack is [first lane, CP size, indices of its sequences], and `experts`, for
-models that have any, is the tokens routed to each expert, by MoE layer:
-
-    {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
-     "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
-
 warnings.jsonl holds what users should know of a run when they look at its page, by the step after
-which it was seen, 0 before the first: {"step": 12, "text": "the loss is …"}. A tracker (TensorBoard
-or Weights & Biases) gets the numbers of each step, lists as mtp_losses/1, mtp_losses/2; one that
-fails is dropped with one warning, and the run continues.
-
-Other ranks write two more files. RUN/pipeline/rank-0.jsonl and so on, of lane 0, tell how long the
-stages worked: [number, seconds of forwards, seconds of backwards]. The bubble is the share of the
-step in which the rank worked on none, as measured (optimizer and waiting for data count as waiting
-too) and as the plan predicted it:
-
-    {"step": 3, "elapsed_s": 0.8, "stages": [[0, 0.1, 0.2], [2, 0.1, 0.2]], "bubble": 0.25,
-     "predicted": 0.21}
-
-RUN/refine.jsonl has what each window of steps said about the cost profile, once the first step that
-was planned with it has run. Factors are relative to the profile that the run began with. Ratios are
-medians of measured / predicted seconds: under that profile, before this correction and after it; a
-kind is [largest CP size, rounds, ratios].
-
-    {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
-     {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
-     "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
-
-RUN/failed-step-N has the step in which a run failed: the micro-batches of each lane, and the
-sequences in them.
-
-    lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
-    lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
-                          [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
-
-`loss` is this lane's part of the step's loss in that round, so it shows where the first NaN was. If
-a user's loss function caused it, a round has "fault": {"sequence": 93, "position": 17, "of":
-"value", "nan_field": ""}: at that token nll was finite, and the function's value, or its gradient,
-was not. nan_field: a field of the data that is NaN there, which then is the cause.
+which it was seen, 0 before the first: {"step": 12, "text": "the loss is …"}.
 """
 
+import errno
 import importlib
 import json
 import math
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -70,43 +33,49 @@ from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
-from longshore.files import FULL, free_bytes, reason, size_text, way_out
-from longshore.plan.cost import CostProfile
-from longshore.plan.refine import PARTS, coefficients
+from longshore.files import parse_json, reason, write_atomically
 from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
-from longshore.train.checkpoint_files import remove_leftovers
-from longshore.train.display import (
-    MetricsFile,
-    append_line,
-    cut_steps,
-    graphed_text,
-    make_display,
-)
-from longshore.train.evaluation import Evaluation, as_line
-from longshore.train.heartbeat import RunError
+from longshore.train.display import Display, graphed_text, make_display
+from longshore.train.evaluation import Evaluation
 from longshore.train.loss import Faults
-from longshore.train.refine import Refinement, Refiner
 from longshore.train.safetensors_stream import write_safetensors
 from longshore.train.step import Stepper, StepReport, StepResult
+from longshore.train.supervision import writing
 
 Warn = Callable[[str], None]
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
+"""How a tracker takes the numbers of a step, and how it is closed."""
+MODULES = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
 
 
-class Tracker(Protocol):
-    """Where a step's numbers go."""
+class Tracker:
+    """Where a step's numbers go; it is dropped after its first failure."""
 
-    def log(self, step: int, values: Mapping[str, object]) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Warn) -> None:
+        self.name, self._warn = name, warn
+        self._sink: Sink | None = self._try(TRACKERS[name], folder, config)
 
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        if self._sink is not None:
+            self._try(self._sink[0], step, numbers(values))
 
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    def close(self) -> None:
+        if self._sink is not None:
+            self._try(self._sink[1])
+        self._sink = None
+
+    def _try(self, act: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+        try:
+            return act(*given)
+        except Exception as error:  # whatever it is, training continues
+            self._sink = None
+            self._warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
+            return None
 
 
 def make_trackers(
-    names: Iterable[str], folder: str | Path, config: Mapping[str, Any], *, warn: Warn = _warn
+    names: Iterable[str], folder: Path, config: Mapping[str, Any], *, warn: Warn
 ) -> list[Tracker]:
     """One for each name; raises for an unknown name, or if its package is not installed.
 
@@ -114,7 +83,7 @@ def make_trackers(
     """
     unique = list(dict.fromkeys(names))
     check_trackers(unique)
-    return [_Guarded(name, TRACKERS[name], Path(folder), config, warn) for name in unique]
+    return [Tracker(name, folder, config, warn) for name in unique]
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -122,7 +91,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in MODULES:
             raise ValueError(f"unknown tracker {name!r}; known are {', '.join(MODULES)}")
-        _package(name)
+        _entry(name)
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -143,120 +112,118 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-class TensorBoard:
+def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Sink:
     """Scalars in the folder's `tensorboard`, for `tensorboard --logdir`."""
+    writer = _entry("tensorboard")(log_dir=str(folder / "tensorboard"))
+    lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
+    writer.add_text("config", "\n".join(lines), 0)
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.writer = _package("tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
-        lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
-        self.writer.add_text("config", "\n".join(lines), 0)
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        for name, value in numbers(values).items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class WeightsAndBiases:
+def _wandb(folder: Path, config: Mapping[str, Any]) -> Sink:
     """A run of Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and so on itself."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.run = _package("wandb").init(
-            name=folder.resolve().name, dir=str(folder), config=dict(config)
-        )
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        self.run.log(numbers(values), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    run = _entry("wandb")(name=folder.resolve().name, dir=str(folder), config=dict(config))
+    return lambda step, values: run.log(values, step=step), run.finish
 
 
-Maker = Callable[[Path, Mapping[str, Any]], Tracker]
-TRACKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
-class _Guarded:
-    """A tracker that is dropped after its first failure."""
-
-    def __init__(
-        self, name: str, make: Maker, folder: Path, config: Mapping[str, Any], warn: Warn
-    ) -> None:
-        self.name = name
-        self.warn = warn
-        self.tracker: Tracker | None = None
-        self._try(lambda: self._set(make(folder, config)))
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.log(step, values))
-
-    def close(self) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(tracker.close)
-        self.tracker = None
-
-    def _set(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-
-    def _try(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:  # whatever it is, training continues
-            self.tracker = None
-            self.warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
-
-
-def _package(name: str) -> ModuleType:
-    """Its module. A folder `wandb` in the working directory imports too, but is empty."""
-    entry = {"tensorboard": "SummaryWriter", "wandb": "init"}[name]
+def _entry(name: str) -> Callable[..., Any]:
+    """What a package is called by. A folder `wandb` in the working directory imports too."""
+    module, entry = MODULES[name]
     try:
-        module = importlib.import_module(MODULES[name])
-        if hasattr(module, entry):
-            return module
-    except ImportError:
-        pass
-    raise ValueError(f'{name} is not installed; install it with: pip install "longshore[{name}]"')
+        return getattr(importlib.import_module(module), entry)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):
+        text = f'{name} is not installed; install it with: pip install "longshore[{name}]"'
+        raise ValueError(text) from None
 
 
 MOST_BYTES = 256 << 20
-FILES = METRICS, PLANS, EVALS, WARNINGS = (
-    "metrics.jsonl",
-    "steps.jsonl",
-    "evals.jsonl",
-    "warnings.jsonl",
-)
+"""Size at which steps.jsonl stops growing."""
+METRICS, PLANS, EVALS, WARNINGS = FILES = [
+    f"{name}.jsonl" for name in ("metrics", "steps", "evals", "warnings")
+]
 
 
-class StepsFile:
-    """Appends steps to steps.jsonl until it has `most` bytes."""
+def append_line(file: FileIO, text: str) -> None:
+    """Hands a line to the operating system, in one call."""
+    line = (text + "\n").encode()
+    try:
+        written = os.write(file.fileno(), line)
+    except OSError as error:
+        raise OSError(error.errno, reason(error), file.name) from None
+    if written < len(line):
+        raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written", file.name)
 
-    def __init__(self, path: str | Path, *, most: int = MOST_BYTES) -> None:
-        self.path = Path(path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._left = most - os.fstat(self._file).st_size
 
-    def write(self, report: StepReport) -> None:
-        line = json.dumps(step_as_line(report), allow_nan=False)
-        self._left -= len(line) + 1
-        if self._left >= 0:
-            append_line(self._file, line, self.path)
+def has_step(path: Path, step: int) -> bool:
+    """Whether a file has a line of a step; all its lines can be read."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return any(parse_json(line)["step"] == step for line in lines)
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
-    def __enter__(self) -> "StepsFile":
-        return self
+def cut_steps(path: Path, last: int) -> list[str]:
+    """Removes the lines of steps after `last` and an incomplete line: they will be written again.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    Unreadable lines go to PATH.unreadable; returns a warning about them.
+    """
+    if path.is_symlink():
+        text = "it is a link, and a run writes only into its own folder"
+        raise OSError(errno.ELOOP, text, str(path))
+    if not path.exists():
+        return []
+    kept, broken = _spans(path, last)
+    if broken:
+        aside = path.with_name(f"{path.name}.unreadable")
+        with aside.open("ab") as file:
+            file.write(broken)
+    if not broken and [start for start, _ in kept] in ([], [0]):
+        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which needs no disk space
+    else:
+        with path.open("rb") as file:
+            content = file.read()
+        write_atomically(path, b"".join(content[start:stop] for start, stop in kept))
+    count = broken.count(b"\n")
+    text = f"warning: {path}: {count} unreadable line(s) were moved to {path.name}.unreadable"
+    return [text] if broken else []
+
+
+def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
+    """The byte spans of the lines to keep, neighbours joined, and the unreadable lines."""
+    kept: list[tuple[int, int]] = []
+    broken, stop = bytearray(), 0
+    with path.open("rb") as file:
+        for line in file:
+            start, stop = stop, stop + len(line)
+            if not line.endswith(b"\n"):
+                break
+            try:
+                is_kept = parse_json(line)["step"] <= last
+            except (ValueError, LookupError, TypeError):
+                broken += line
+                continue
+            if is_kept and kept and kept[-1][1] == start:
+                kept[-1] = (kept[-1][0], stop)
+            elif is_kept:
+                kept.append((start, stop))
+    return kept, bytes(broken)
 
 
 def step_as_line(report: StepReport) -> dict[str, object]:
+    """A line of steps.jsonl, for the run's report: the plan, and how long its rounds took.
+
+        {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
+         "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
+
+    A pack is [first lane, CP size, indices of its sequences]; `experts`, for models that have any,
+    is the tokens routed to each expert, by MoE layer.
+    """
     plan = report.step.plan
     setting = plan.setting
     line: dict[str, object] = {
@@ -363,7 +330,8 @@ class RunRecord:
         self._watch = watch
         self._graphed = Counter[str]()
         self._graph_gib: float | None = None
-        self._opened = ExitStack()
+        self._opened, self._view = ExitStack(), Display()
+        self._sinks: list[Tracker] = []
         if not is_first:
             return
         files = [folder / name for name in FILES]
@@ -373,8 +341,9 @@ class RunRecord:
         self._sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
         with ExitStack() as opened:
             with writing(folder):
-                self._metrics = opened.enter_context(MetricsFile(folder / METRICS))
-                self._plans = opened.enter_context(StepsFile(folder / PLANS))
+                self._metrics = opened.enter_context((folder / METRICS).open("ab", 0))
+                self._plans = opened.enter_context((folder / PLANS).open("ab", 0))
+            self._plan_bytes = os.fstat(self._plans.fileno()).st_size
             self._view = opened.enter_context(view)
             for note in notes:
                 view.note(note)
@@ -383,26 +352,18 @@ class RunRecord:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
-        if self.is_first and error is None:
-            for tracker in self._sinks:
-                tracker.close()
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        self._opened.__exit__(*error)
+        for tracker in self._sinks if error[0] is None else ():
+            tracker.close()
 
     def note(self, text: str) -> None:
         """Shows a line, also after the last step."""
-        if self.is_first:
-            self._view.note(text)
+        self._view.note(text)
 
     def phase(self, text: str) -> None:
         """Shows what happens now, before the first step."""
-        if self.is_first:
-            self._view.phase(text)
+        self._view.phase(text)
 
     def warn(self, step: int, text: str) -> None:
         """Shows a warning after a step (0: before the first), and keeps it for the run's page."""
@@ -416,8 +377,8 @@ class RunRecord:
             return
         metrics = report.metrics
         with writing(self.folder):
-            self._metrics.write(metrics)
-            self._plans.write(report)
+            append_line(self._metrics, metrics.to_json())
+            self._write_plan(report)
         self._view.update(metrics)
         for tracker in self._sinks:
             tracker.log(metrics.step, asdict(metrics))
@@ -426,11 +387,20 @@ class RunRecord:
         if self._watch and (text := self._watch.warning(metrics.step, metrics.loss, metrics.lr)):
             self.warn(metrics.step, text)
 
+    def _write_plan(self, report: StepReport) -> None:
+        line = json.dumps(step_as_line(report), allow_nan=False)
+        self._plan_bytes += len(line) + 1
+        if self._plan_bytes <= MOST_BYTES:
+            append_line(self._plans, line)
+
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Records and shows an evaluation after a step."""
         if not self.is_first:
             return
-        self._append(EVALS, as_line(step, evaluation))
+        line = {"step": step, **asdict(evaluation)}
+        if not evaluation.mtp_losses:
+            del line["mtp_losses"]
+        self._append(EVALS, line)
         loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
         self._view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
         for tracker in self._sinks:
@@ -467,19 +437,23 @@ def stage_times(
     with writing(run):
         path.parent.mkdir(exist_ok=True)
         cut_steps(path, after)
-        file = path.open("a", encoding="utf-8")
+        file = path.open("ab", 0)
 
     def write(report: StepReport) -> None:
         if report.stages:
             with writing(run):
-                file.write(json.dumps(stage_line(report, topology.pp_rank), allow_nan=False) + "\n")
-                file.flush()
+                append_line(file, json.dumps(stage_line(report, topology.pp_rank), allow_nan=False))
 
     with file:
         yield write
 
 
 def stage_line(report: StepReport, pp_rank: int) -> dict[str, object]:
+    """A line of pipeline/rank-N.jsonl: [stage, seconds of forwards, seconds of backwards] for each.
+
+    The bubble is the share of the step in which the rank worked on none, as measured (optimizer and
+    waiting for data count as waiting too) and as the plan predicted it.
+    """
     elapsed = report.metrics.elapsed_s
     busy = sum(forward + backward for _, forward, backward in report.stages)
     return {
@@ -500,78 +474,13 @@ def predicted_bubble(plan: Plan, pp_rank: int) -> float:
     return 1 - sum(end - start for start, end in times) / walk.finish
 
 
-FILE = "refine.jsonl"
-
-
-def refining(
-    run: Path,
-    refiner: Refiner | None,
-    topology: Topology,
-    *,
-    after: int,
-    note: Callable[[str], None],
-) -> Callable[[StepReport], None]:
-    """A function that takes each step's report, before the loop takes another step.
-
-    after: the steps of an earlier run that stay in the file. note: shows a line.
-    """
-    if refiner is None:
-        return lambda report: None
-    path, is_first = run / FILE, topology.rank == 0
-    if is_first:
-        with writing(run):
-            cut_steps(path, after)
-
-    def take(report: StepReport) -> None:
-        step = report.metrics.step
-        refiner.measured(step, report.step.plan, report.rounds_s)
-        for news in refiner.news(step) if is_first else ():
-            line = json.dumps(refine_line(news, refiner.base), allow_nan=False)
-            with writing(run), open(path, "a", encoding="utf-8") as out:
-                out.write(line + "\n")
-            if news.refit.is_changed:
-                note(as_text(news, refiner.base))
-
-    return take
-
-
-def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
-    fitted = news.refit
-    return {
-        "step": news.step,
-        "window": list(news.window),
-        "changed": fitted.is_changed,
-        "rounds": fitted.rounds,
-        "left_out": fitted.left_out,
-        "factors": _factors(news, base),
-        "errors": list(fitted.errors),
-        "kinds": [list(kind) for kind in fitted.kinds],
-    }
-
-
-def as_text(news: Refinement, base: CostProfile) -> str:
-    factors = ", ".join(f"{name} × {value:.3g}" for name, value in _factors(news, base).items())
-    _, before, after = news.refit.errors
-    first, last = news.window
-    return (
-        f"step {news.step}: the cost profile is refined by steps {first} to {last}: {factors} of "
-        f"the first profile; typical error of a round {before:.0%} before, {after:.0%} after"
-    )
-
-
-def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
-    """Factors of those parts that the profile has."""
-    named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
-    return {name: factor for name, value, factor in named if value}
-
-
 SHOWN = 3
 """Tokens named in a message, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultyToken:
-    """A token at which a user's loss function is not finite."""
+    """A token at which a user's loss function is not finite, although nll is."""
 
     sequence: int
     """The sequence's id."""
@@ -623,17 +532,10 @@ def _nan_field(batch: MicroBatch, row: int) -> str:
 
 def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
     """The first such token of each rank; the same on all ranks but for the names of fields."""
-    row = (
-        [
-            1,
-            mine[0].sequence,
-            mine[0].position,
-            Faults._fields.index(mine[0].of),
-            bool(mine[0].nan_field),
-        ]
-        if mine
-        else [0] * 5
-    )
+    row = [0] * 5
+    if mine:
+        of = Faults._fields.index(mine[0].of)
+        row = [1, mine[0].sequence, mine[0].position, of, bool(mine[0].nan_field)]
     device, world = stepper.topology.device, stepper.topology.groups.world
     rows = gather(torch.tensor([row], device=device), world).tolist()
     # The name of another rank's field is in its lane-N.json.
@@ -648,9 +550,15 @@ def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
 
 
 def keep_batch(run: Path, step: Step, result: StepResult, topology: Topology) -> str:
-    """Writes this rank's part, and returns a text about it.
+    """Writes this rank's part of RUN/failed-step-N, and returns a text about it.
 
-    topology: with a pipeline each of its ranks has other tensors, in a file of its own.
+        lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
+        lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
+                              [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
+
+    `loss` is this lane's part of the step's loss in that round, so it shows where the first NaN
+    was; "fault" is a FaultyToken, if a user's loss function caused it. With a pipeline each of its
+    ranks has other tensors, in a file of its own.
     """
     folder = run / f"failed-step-{step.place.step + 1}"
     name = f"lane-{step.batches[0].lane}"
@@ -676,43 +584,17 @@ def _write_failed(folder: Path, name: str, step: Step, result: StepResult) -> No
     rounds = []
     parts = zip(step.batches, result.rounds.losses, result.rounds.faults, strict=True)
     for batch, losses, faults in parts:
-        about_round = {"loss": _number(losses[0].item()), "sequences": _sequences(step, batch)}
+        loss = losses[0].item()
+        about_round = {
+            "loss": loss if math.isfinite(loss) else str(loss),
+            "sequences": [
+                {"id": sequence.id, "length": sequence.length, "cp_size": pack.group.cp_size}
+                for pack in batch.ctx.packs
+                for index in batch.ctx.sequences[pack.sequences]
+                for sequence in [step.plan.sequences[index]]
+            ],
+        }
         token = _faulty_token(step, batch, faults)
         rounds.append({**about_round, "fault": asdict(token)} if token else about_round)
     about = {"step": step.place.step + 1, "lane": step.batches[0].lane, "rounds": rounds}
     (folder / f"{name}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-
-
-def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
-    sequences = []
-    for pack in batch.ctx.packs:
-        for index in batch.ctx.sequences[pack.sequences]:
-            sequence = step.plan.sequences[index]
-            about = {"id": sequence.id, "length": sequence.length}
-            sequences.append({**about, "cp_size": pack.group.cp_size})
-    return sequences
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-@contextmanager
-def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
-    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
-
-    then: the advice once the cause is gone; by default, to resume the run. needed: the bytes of all
-    that is written, 0 if not known.
-    """
-    try:
-        yield
-    except OSError as error:
-        remove_leftovers(run)
-        after = then or f"resume with --resume {run}"
-        # Of a copy the second name is that of the new file.
-        file, why = error.filename2 or error.filename or run, reason(error)
-        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
-            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
-        raise RunError(
-            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
-        ) from None

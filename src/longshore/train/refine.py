@@ -17,29 +17,34 @@ step 21 on, 2 + 3 steps later, and no rank ever waits for times.
     step 37       the first with the next correction, by steps 17 … 32
 """
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from longshore.distributed.collectives import agreed, max_over, sum_over
-from longshore.distributed.topology import Groups
+from longshore.distributed.topology import Groups, Topology
 from longshore.plan.cost import CostProfile, parse_profile
 from longshore.plan.refine import (
     MOST_ROUNDS,
+    PARTS,
     UNCORRECTED,
     Correction,
     ObservedRound,
     Refit,
-    RoundParts,
+    coefficients,
     refit,
     round_parts,
 )
 from longshore.plan.types import Plan
+from longshore.train.record import cut_steps
+from longshore.train.step import StepReport
+from longshore.train.supervision import writing
 
 EVERY = 16
 """Steps of a window."""
@@ -62,50 +67,10 @@ class Refinement:
     refit: Refit
 
 
-class _LocalTimes:
-    """What a step's rounds took on this rank; what they consist of is computed when it is needed.
-
-    In large plans that takes milliseconds, which are not the training loop's.
-    """
-
-    def __init__(self, plan: Plan, seconds: tuple[float, ...]) -> None:
-        self.seconds = seconds
-        self._plan: Plan | None = plan
-        self._parts: tuple[RoundParts, ...] = ()
-
-    @property
-    def parts(self) -> tuple[RoundParts, ...]:
-        """None for a skipped step. Two threads that ask at once compute the same."""
-        plan = self._plan
-        if plan is not None:
-            self._parts = tuple(round_parts(plan)) if self.seconds else ()
-            self._plan = None
-        return self._parts
-
-    def row(self, lane: int) -> list[int]:
-        """Nanoseconds of the rounds in which the lane has a part."""
-        times = [
-            round(self.seconds[part.round] * 1e9) if lane in part.lanes else 0
-            for part in self.parts
-        ]
-        return times + [0] * (MOST_ROUNDS - len(times))
-
-
+Measured = tuple[Plan, tuple[float, ...]]
+"""A step's plan, and the seconds of its rounds on this rank; () for a skipped step."""
 Window = dict[int, tuple[ObservedRound, ...]]
 """Rounds by step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The state after a step."""
-
-    step: int
-    window: int
-    """The last step of the last window that had corrected the profile of the next step."""
-    correction: Correction
-    """The correction of the next step's profile."""
-    rounds: Window
-    """Those measured after that window."""
 
 
 class Refiner:
@@ -122,11 +87,13 @@ class Refiner:
         self.every = every
         self._lane, self._pp = lane, pp
         self._lock = threading.Lock()
-        self._local: dict[int, _LocalTimes] = {}
+        self._local: dict[int, Measured] = {}
         self._observed: Window = {}
         self._corrections = [(1, UNCORRECTED)]
         self._window = 0  # the last step of the last window that was fitted
-        self._resumed = _Saved(0, 0, UNCORRECTED, {})
+        self._resumed: tuple[int, int, Window] = (0, 0, {})
+        """The step that the run resumed after, the last step of the last window that corrects the
+        next step's profile, and the rounds measured after that window."""
         self._news: list[Refinement] = []
 
     @property
@@ -137,7 +104,7 @@ class Refiner:
     def measured(self, step: int, plan: Plan, seconds: Seq[float]) -> None:
         """For the training loop: this rank's seconds of each round; () for a skipped step."""
         with self._lock:
-            self._local[step] = _LocalTimes(plan, tuple(seconds))
+            self._local[step] = (plan, tuple(seconds))
             oldest = step - self.every - self.delay
             self._local = {s: kept for s, kept in self._local.items() if s >= oldest}
 
@@ -151,7 +118,7 @@ class Refiner:
     def before_plan(self, step: int, groups: Groups | None) -> None:
         """For the loader's thread, before it plans a step; all ranks call it together."""
         last = step - self.delay
-        if last > self._resumed.step:
+        if last > self._resumed[0]:
             with self._lock:
                 local = {last: self._local.get(last)}
             self._observed |= self._over_lanes(local, groups)
@@ -172,25 +139,33 @@ class Refiner:
                 self._corrections.append((step, fitted.correction))
             self._news.append(Refinement(step, (used[0], used[-1]), fitted))
 
-    def _over_lanes(self, times: Mapping[int, _LocalTimes | None], groups: Groups | None) -> Window:
+    def _over_lanes(self, times: Mapping[int, Measured | None], groups: Groups | None) -> Window:
         """The rounds of these steps: of the lanes that wait for each other, the slowest counts.
 
-        A lane's time is the mean over its pipeline ranks, as in the profile.
+        A lane's time is the mean over its pipeline ranks, as in the profile. What a round consists
+        of is computed here, not in the training loop: in large plans that takes milliseconds.
         """
         with _agreed(groups):
-            unknown = [UNKNOWN] * MOST_ROUNDS
-            mine = [local.row(self._lane) if local else unknown for local in times.values()]
+            parts, mine = {}, []
+            for step, local in times.items():
+                row = [0] * MOST_ROUNDS if local else [UNKNOWN] * MOST_ROUNDS
+                if local and local[1]:
+                    plan, seconds = local
+                    parts[step] = tuple(round_parts(plan))
+                    for number, part in enumerate(parts[step]):
+                        if self._lane in part.lanes:
+                            row[number] = round(seconds[part.round] * 1e9)
+                mine.append(row)
             rows = torch.tensor(mine, dtype=torch.int64)
         if groups is not None:
             max_over(sum_over(rows, groups.pp), groups.world)
         window: Window = {}
         for (step, local), row in zip(times.items(), rows.tolist(), strict=True):
-            if local is None or max(row) >= UNKNOWN:
-                continue  # a rank does not have them, so no rank uses them
-            window[step] = tuple(
-                ObservedRound(part.kind, part.amounts, nanoseconds / self._pp / 1e9)
-                for part, nanoseconds in zip(local.parts, row, strict=False)
-            )
+            if local is not None and max(row) < UNKNOWN:  # else no rank uses them
+                window[step] = tuple(
+                    ObservedRound(part.kind, part.amounts, nanoseconds / self._pp / 1e9)
+                    for part, nanoseconds in zip(parts.get(step, ()), row, strict=False)
+                )
         return window
 
     def saved(self, step: int) -> Callable[[Groups], dict[str, object]]:
@@ -198,17 +173,24 @@ class Refiner:
 
         The function is for another thread, with groups of its own; all ranks call it together.
         """
-        resumed = self._resumed
-        fits = max(0, (step + 1 - self.delay - resumed.window) // self.every)
-        window = resumed.window + fits * self.every
+        resumed_step, resumed_window, resumed_rounds = self._resumed
+        fits = max(0, (step + 1 - self.delay - resumed_window) // self.every)
+        window = resumed_window + fits * self.every
         with self._lock:
             correction = [kept for since, kept in self._corrections if since <= step + 1][-1]
-            local = {s: t for s, t in self._local.items() if max(window, resumed.step) < s <= step}
+            local = {s: t for s, t in self._local.items() if max(window, resumed_step) < s <= step}
 
         def state(groups: Groups) -> dict[str, object]:
-            rounds = {s: known for s, known in resumed.rounds.items() if s > window}
+            rounds = {s: known for s, known in resumed_rounds.items() if s > window}
             rounds |= self._over_lanes(local, groups) if local else {}
-            return {STATE: _as_json(_Saved(step, window, correction, rounds), self.base)}
+            entries = [
+                [s, each.kind, each.seconds, list(each.amounts)]
+                for s, measured in rounds.items()
+                for each in measured
+            ]
+            about = {"scale": correction.scale, "parts": list(correction.parts)}
+            about |= {"fits": correction.fits, "rounds": entries}
+            return {STATE: {"base": self.base.as_json(), "window": window, **about}}
 
         return state
 
@@ -219,14 +201,18 @@ class Refiner:
         """
         raw = state.get(STATE)
         if not isinstance(raw, dict) or parse_profile(raw["base"], STATE) != self.base:
-            self._resumed = _Saved(step, step, UNCORRECTED, {})
+            self._resumed = (step, step, {})
             self._window = step
             why = "the cost profile is another one" if raw else "the checkpoint has no factors"
             return [f"plan.refine begins with step {step + 1}: {why}"]
-        self._resumed = _from_json(raw, step)
-        self._window = self._resumed.window
-        self._corrections = [(1, self._resumed.correction)]
-        self._observed = dict(self._resumed.rounds)
+        rounds: Window = {}
+        for number, kind, seconds, amounts in raw["rounds"]:
+            each = ObservedRound(kind, tuple(amounts), seconds)
+            rounds[number] = (*rounds.get(number, ()), each)
+        self._window = raw["window"]
+        self._resumed = (step, self._window, rounds)
+        self._corrections = [(1, Correction(raw["scale"], tuple(raw["parts"]), raw["fits"]))]
+        self._observed = dict(rounds)
         return []
 
 
@@ -235,24 +221,74 @@ def _agreed(groups: Groups | None) -> AbstractContextManager[None]:
     return agreed(groups) if groups is not None else nullcontext()
 
 
-def _as_json(saved: _Saved, base: CostProfile) -> dict[str, object]:
+FILE = "refine.jsonl"
+
+
+def refining(
+    run: Path,
+    refiner: Refiner,
+    topology: Topology,
+    *,
+    after: int,
+    note: Callable[[str], None],
+) -> Callable[[StepReport], None]:
+    """A function that takes each step's report, before the loop takes another step.
+
+    after: the steps of an earlier run that stay in the file. note: shows a line.
+    """
+    path, is_first = run / FILE, topology.rank == 0
+    if is_first:
+        with writing(run):
+            cut_steps(path, after)
+
+    def take(report: StepReport) -> None:
+        step = report.metrics.step
+        refiner.measured(step, report.step.plan, report.rounds_s)
+        for news in refiner.news(step) if is_first else ():
+            line = json.dumps(refine_line(news, refiner.base), allow_nan=False)
+            with writing(run), open(path, "a", encoding="utf-8") as out:
+                out.write(line + "\n")
+            if news.refit.is_changed:
+                note(as_text(news, refiner.base))
+
+    return take
+
+
+def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
+    """A line of refine.jsonl, once the first step that was planned with it has run.
+
+        {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
+         {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
+         "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
+
+    Factors are relative to the profile that the run began with. Ratios are medians of measured /
+    predicted seconds: under that profile, before this correction and after it; a kind is [largest
+    CP size, rounds, ratios].
+    """
+    fitted = news.refit
     return {
-        "base": base.as_json(),
-        "window": saved.window,
-        "scale": saved.correction.scale,
-        "parts": list(saved.correction.parts),
-        "fits": saved.correction.fits,
-        "rounds": [
-            [step, each.kind, each.seconds, list(each.amounts)]
-            for step, rounds in saved.rounds.items()
-            for each in rounds
-        ],
+        "step": news.step,
+        "window": list(news.window),
+        "changed": fitted.is_changed,
+        "rounds": fitted.rounds,
+        "left_out": fitted.left_out,
+        "factors": _factors(news, base),
+        "errors": list(fitted.errors),
+        "kinds": [list(kind) for kind in fitted.kinds],
     }
 
 
-def _from_json(raw: Mapping[str, Any], step: int) -> _Saved:
-    rounds: dict[int, list[ObservedRound]] = {}
-    for number, kind, seconds, amounts in raw["rounds"]:
-        rounds.setdefault(number, []).append(ObservedRound(kind, tuple(amounts), seconds))
-    correction = Correction(raw["scale"], tuple(raw["parts"]), raw["fits"])
-    return _Saved(step, raw["window"], correction, {s: tuple(r) for s, r in rounds.items()})
+def as_text(news: Refinement, base: CostProfile) -> str:
+    factors = ", ".join(f"{name} × {value:.3g}" for name, value in _factors(news, base).items())
+    _, before, after = news.refit.errors
+    first, last = news.window
+    return (
+        f"step {news.step}: the cost profile is refined by steps {first} to {last}: {factors} of "
+        f"the first profile; typical error of a round {before:.0%} before, {after:.0%} after"
+    )
+
+
+def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
+    """Factors of those parts that the profile has."""
+    named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
+    return {name: factor for name, value, factor in named if value}

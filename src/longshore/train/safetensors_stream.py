@@ -6,17 +6,9 @@ page that was read once stays in the process: a checkpoint of 3 GB then looks li
 Its writer wants all tensors of a file at once.
 
     BlockFile("model.safetensors").block("embed.weight", (slice(0, 2),))     reads two rows
+    CheckpointTensors(Path("runs/x-1/checkpoints/step-00000040"), names)["embed.weight"]
 
-A file begins with a header that names every tensor and its place, so its size is known only at the
-end. The writer leaves room for the names that are still to come and fills the rest with spaces,
-which the format allows. A tensor must begin at a multiple of its number's size, without gaps:
-those whose bytes are no multiple of 8 are kept back, and written last.
-
-CheckpointTensors reads a checkpoint in one process, whichever ranks wrote it: each tensor when
-it is asked for, put together from the blocks in the ranks' files. Moments stay on the disk.
-
-    tensors = CheckpointTensors(Path("runs/x-1/checkpoints/step-00000040"), ["embed.weight", …])
-    tensors["embed.weight"]       (256, 64), rows 0…128 from rank-00000.safetensors, …
+The latter is put together from the blocks in the ranks' files: rows 0…128 from rank-00000, ….
 """
 
 import json
@@ -29,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.files import parse_json, reason
@@ -105,21 +98,45 @@ class BlockFile:
         return tensor
 
 
+def checked_file(path: Path) -> BlockFile:
+    """A file whose header is checked first; a ValueError if it is damaged."""
+    try:
+        safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+    return BlockFile(path)
+
+
+def read_block(file: BlockFile, key: str, offsets: Sequence[int], target: Tensor) -> None:
+    """Fills `target` with the block of its shape at these offsets of a tensor."""
+    pairs = zip(offsets, target.shape, strict=True)
+    block = file.block(key, tuple(slice(start, start + size) for start, size in pairs))
+    if block.shape != target.shape:
+        raise ValueError(f"the file of {key} is damaged: its shape is {tuple(block.shape)}")
+    target.copy_(block)
+
+
 class FileWriter:
-    """Writes a safetensors file from one tensor at a time. names: those that may still come."""
+    """Writes a safetensors file from one tensor at a time. names: those that may still come.
+
+    A file begins with a header that names every tensor, so its size is known only at the end. The
+    writer reserves bytes for all names and fills the rest with spaces, which the format allows. A
+    tensor must begin at a multiple of its number's size, without gaps: those whose bytes are no
+    multiple of 8 are kept back, and written last.
+    """
 
     def __init__(self, path: Path, names: Collection[str] = ()) -> None:
         self.path = path
         self.names: list[str] = []
         self.nbytes = 0
-        self._room = _aligned(sum(len(json.dumps(name)) + ENTRY for name in names))
+        self._header_bytes = _aligned(sum(len(json.dumps(name)) + ENTRY for name in names))
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._kept: list[tuple[str, Tensor]] = []
         self._at = 0
         self._crc32 = 0
         try:
             self._file = path.open("w+b", buffering=0)
-            self._file.seek(8 + self._room)
+            self._file.seek(8 + self._header_bytes)
         except OSError as error:
             raise self._named(error) from None
 
@@ -138,10 +155,10 @@ class FileWriter:
             self._write(name, tensor)
         text = json.dumps(self._header).encode()
         try:
-            if len(text) > self._room:
+            if len(text) > self._header_bytes:
                 self._move(_aligned(len(text)))
-            text += b" " * (self._room - len(text))
-            head = self._room.to_bytes(8, "little") + text
+            text += b" " * (self._header_bytes - len(text))
+            head = self._header_bytes.to_bytes(8, "little") + text
             self._file.seek(0)
             _write_all(self._file, memoryview(head))
             os.fsync(self._file.fileno())
@@ -169,14 +186,14 @@ class FileWriter:
             raise self._named(error) from None
         self._at += tensor.nbytes
 
-    def _move(self, room: int) -> None:
+    def _move(self, header_bytes: int) -> None:
         """Moves all tensors back, for a longer header than was expected."""
-        number, start = self._file.fileno(), 8 + self._room
+        number, start = self._file.fileno(), 8 + self._header_bytes
         for begin in reversed(range(0, self._at, BLOCK)):
             block = os.pread(number, min(BLOCK, self._at - begin), start + begin)
-            self._file.seek(8 + room + begin)
+            self._file.seek(8 + header_bytes + begin)
             _write_all(self._file, memoryview(block))
-        self._room = room
+        self._header_bytes = header_bytes
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, reason(error), str(self.path))
@@ -264,10 +281,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dim, start, size)
             try:
-                block = self._file(chunk.file).block(chunk.key, ())
-                if block.shape != target.shape:
-                    raise ValueError(f"the shape of {chunk.key} is {tuple(block.shape)}")
-                target.copy_(block)
+                read_block(self._file(chunk.file), chunk.key, (0,) * target.dim(), target)
             except (LookupError, OSError, ValueError) as error:
                 raise ValueError(f"{self.folder / chunk.file} is damaged: {error}") from None
         return whole

@@ -4,40 +4,26 @@ In: a model on its lanes, the lane's micro-batches, a loss. Out: the step's loss
 norm, still on the device, and from them a StepReport once the device has them. Every lane runs
 every round. Each loss sum is divided by the count of the full step before backward, and gradients
 are summed over lanes and rounds, so the update is that of all sequences together, however they were
-packed:
+packed. A step without a loss token is skipped, on all lanes alike.
 
     2 lanes × 2 rounds with loss sums 3, 5 and 2, 6 over 8 loss tokens: loss (3 + 5 + 2 + 6) / 8 = 2
 
-With experts or depths of multi-token prediction the loss is
+With experts or depths of multi-token prediction, and mixers that have a loss of their own, it is
 
     main / loss tokens + (balance + mixers) / tokens
     + mtp_weight / depths · Σ depth_d / its loss tokens
-
-where losses of a depth's experts and mixer are divided by the tokens that this depth sees; a mixer
-may have a loss of its own, as that of sparse attention's indexer.
-A step without a loss token is skipped, on all lanes alike.
-
-A loss of whole sequences, such as DPO's, takes two passes over the rounds, exact under any plan,
-although lanes and rounds hold parts of them. The first, without gradient, sums the
-log-probabilities S of every sequence over tokens, rounds and lanes. Then the loss f(S) and its
-derivatives c = ∂f/∂S are known, and the second pass trains
-
-    Σ over sequences n and their loss tokens t of   c_n·logprob_t + (f_n − c_n·S_n) / tokens_n
-
-whose gradient is that of f, and whose value is f itself. With S = −2 and −3 of a pair and f = −log
-σ(S₀ − S₁) = 0.313, the slopes are −0.269 and 0.269.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from longshore.batch import Depth, MicroBatch, Targets
+from longshore.batch import MicroBatch
 from longshore.data.source import PAIR
 from longshore.data.steps import Step
 from longshore.distributed.collectives import agreed, sum_over
@@ -61,10 +47,21 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.device import out_of_memory, peak_memory
 from longshore.train.display import StepMetrics
 from longshore.train.evaluation import reshard
-from longshore.train.heartbeat import RankStatus, RunError
-from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
-from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
-from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
+from longshore.train.loss import (
+    NO_STEP,
+    Faults,
+    Loss,
+    LossResult,
+    SequenceSums,
+    StepInputs,
+    checked_result,
+    logprobs_of,
+    masked_sum,
+    sequences_of,
+    without_uncounted_labels,
+)
+from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, update_bias
+from longshore.train.supervision import RankStatus, RunError
 
 GIB = 2**30
 
@@ -77,7 +74,18 @@ def step_inputs(
     plan: Plan | None,
     begin: Callable[[Action], None],
 ) -> StepInputs:
-    """What the loss reads of the step; all ranks call it together."""
+    """What the loss reads of the step; all ranks call it together.
+
+    A loss of whole sequences, such as DPO's, takes two passes over the rounds, exact under any
+    plan. The first, without gradient, sums the log-probabilities S of every sequence over tokens,
+    rounds and lanes. Then the loss f(S) and its derivatives c = ∂f/∂S are known, and the second
+    pass trains
+
+        Σ over sequences n and their loss tokens t of   c_n·logprob_t + (f_n − c_n·S_n) / tokens_n
+
+    whose gradient is that of f, and whose value is f itself. With S = −2 and −3 of a pair and
+    f = −log σ(S₀ − S₁) = 0.313, the slopes are −0.269 and 0.269.
+    """
     call, topology = loss.call, executor.topology
     size = 2 + 2 * len(loss.metrics)
     totals = torch.zeros(size, dtype=torch.float64, device=topology.device)
@@ -96,7 +104,7 @@ def step_inputs(
         result = _result(loss, sums, batches[0])
         if topology.lane == 0:  # all lanes have all sequences
             StepInputs(totals=totals).add(result, sums.tokens > 0, is_trained=True)
-        slopes_N, offsets_N = _second_pass_terms(result.values, sums)
+        slopes_N, offsets_N = _second_pass_terms(result[0], sums)
     return StepInputs(slopes=slopes_N, offsets=offsets_N, totals=totals)
 
 
@@ -129,15 +137,8 @@ def _loss_tokens(batches: Sequence[MicroBatch], topology: Topology) -> Tensor:
     counts = torch.zeros(batches[0].counts.sequences + 1, dtype=torch.float64)
     for batch in batches:
         if batch.targets is not None:
-            counts.index_add_(0, places_of(batch), batch.targets.loss_mask.double())
+            counts.index_add_(0, sequences_of(batch), batch.targets.loss_mask.double())
     return sum_over(counts[:-1].to(topology.device), topology.groups.lanes)
-
-
-def places_of(batch: MicroBatch) -> Tensor:
-    """int64 (T): the place in the plan of each token's sequence; N for padding."""
-    sequences = batch.counts.sequences
-    places = torch.tensor([*batch.ctx.sequences, sequences], device=batch.ctx.sequence_index.device)
-    return places[batch.ctx.sequence_index]
 
 
 def _first_pass(
@@ -165,7 +166,7 @@ def _first_pass(
 
     def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
         if executor.layout.stages[stage].head:
-            _add_tokens(table, _logprobs(out.values), batch, per_token)
+            _add_tokens(table, logprobs_of(out.values), batch, per_token)
             _set_sequences(table[:, 2 + len(per_token) :], batch, per_sequence)
             _set_sequences(whole, batch, exact)
         return table
@@ -186,17 +187,12 @@ def _first_pass(
     return list(sums), [*names, *exact]
 
 
-def _logprobs(values: Tensor) -> Tensor:
-    """From the nll of tokens (T), or their statistics (T, 4)."""
-    return -values if values.ndim == 1 else values[:, 0]
-
-
 def _add_tokens(table: Tensor, logprobs_T: Tensor, batch: MicroBatch, names: list[str]) -> None:
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     columns = [logprobs_T, mask_T, *(batch.token_fields[name] for name in names)]
     rows = torch.stack([torch.where(mask_T, column.double(), 0.0) for column in columns], dim=1)
-    table[:, : rows.shape[1]].index_add_(0, places_of(batch), rows)
+    table[:, : rows.shape[1]].index_add_(0, sequences_of(batch), rows)
 
 
 def _set_sequences(table: Tensor, batch: MicroBatch, names: list[str]) -> None:
@@ -285,8 +281,11 @@ class Stepper:
 
         plan: what the micro-batches were packed by; a pipeline needs it.
         """
-        with self._memory_limit(batches):
+        try:
             result = self._step(batches, lr, plan=plan)
+        except torch.OutOfMemoryError as error:
+            text = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
+            raise RunError(f"rank {self.topology.rank} {text}") from None
         self.status.at("waiting for data")
         return result
 
@@ -307,7 +306,8 @@ class Stepper:
         counted = self.copies.counted if self.copies else None
         norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
         self.status.at("optimizer")
-        set_lr(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         routed = counts.over_lanes(self.topology)
@@ -368,15 +368,6 @@ class Stepper:
     def _note(self, action: Action) -> None:
         self.status.at(action.kind, round=action.round + 1)
 
-    @contextmanager
-    def _memory_limit(self, batches: list[MicroBatch]) -> Iterator[None]:
-        """Reports a GPU that is out of memory in one line."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            text = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
-            raise RunError(f"rank {self.topology.rank} {text}") from None
-
     def terms(
         self,
         out: Output,
@@ -386,7 +377,10 @@ class Stepper:
         has_head: bool = True,
         inputs: StepInputs = NO_STEP,
     ) -> tuple[Tensor, Faults | None]:
-        """A stage's part of each loss in a round, divided by the count of the full step."""
+        """A stage's part of each loss in a round, divided by the count of the full step.
+
+        Losses of a depth's experts and mixer are divided by the tokens that this depth sees.
+        """
         wide = torch.promote_types(out.values.dtype, torch.float32)
         zero, faults = out.values.new_zeros((), dtype=wide), None
         main, depths = zero, [zero] * len(self.model.config.mtp)
@@ -394,8 +388,9 @@ class Stepper:
             total, faults = self.loss.summed(out.values, batch, inputs)
             main = total / divisor
             depths = [
-                masked_sum(nll_T, _targets(depth)) / max(count, 1)
+                masked_sum(nll_T, depth.targets) / max(count, 1)
                 for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
+                if depth.targets is not None  # as on every stage with the head
             ]
         balance = mixers = main.new_zeros(())
         for routed in out.routed:
@@ -409,11 +404,6 @@ class Stepper:
         depths = losses[3:]
         total = losses[:3].sum()
         return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total
-
-
-def _targets(depth: Depth) -> Targets:
-    assert depth.targets is not None, "the stage with the head has the targets of all depths"
-    return depth.targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -491,7 +481,10 @@ def read_step(
     ways = GRAPH_WAYS if graphs and queued.result else ()
     graphed: dict[str, int] = {way: int(next(values)) for way in ways}
     names = stepper.loss.metrics
-    own = {name: _finite(value) for name, value in zip(names, values, strict=False)}
+    own = {
+        name: value if math.isfinite(value) else None
+        for name, value in zip(names, values, strict=False)
+    }
     loss, balance, index, *depths = [*values] or (None,) * 3
     elapsed = queued.end.since(queued.begin)
     step, plan = queued.step, queued.step.plan
@@ -535,10 +528,6 @@ def check_gradient(queued: QueuedStep, loss: str) -> None:
             "nothing would be trained; compute them from what it gets, without detach(), item(), "
             "torch.no_grad() or whole numbers"
         )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _experts(queued: QueuedStep) -> tuple[tuple[int, ...], ...]:

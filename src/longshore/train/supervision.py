@@ -1,40 +1,21 @@
-"""Heartbeats: the status of each rank, written once a second, to name the rank that hangs.
+"""How a run is watched, and how it ends before its last step. No torch.
 
-In: a RankStatus, which the rank's main thread updates: a few assignments, no communication. Out: a
-file for each rank that a thread rewrites, also while the main thread is in a collective. No torch.
+In: a RankStatus, which a rank's main thread updates (a few assignments, no communication), and the
+signals SIGTERM, Ctrl-C and SIGHUP. Out: a file for each rank that a thread rewrites once a second,
+its heartbeat; a line that names the rank that hangs; a flag that the loop reads at each step. All
+ranks agree on the step after which they stop, save and exit with 128 plus the signal's number.
 
-    status = RankStatus()
-    with beating(status, lambda: Path("/tmp/longshore-x"), rank=3):
-        status.at("forward", step=12, round=2)
-
-Other processes read Beat(rank=3, step=12, round=2, phase="forward", …). `Watch` reads the beats of
-all ranks and reports when no rank has moved for a minute, and again after twice that time:
+    with supervised(status, rank=3, ranks=4, address=address) as stop:
+        status.at("forward", step=12, round=2)     others read Beat(rank=3, step=12, …)
 
     rank 3 has not moved for 60 s: step 12, round 2, forward (its process does not run); the others
     wait for it: step 12, round 2, backward, in all_reduce
 
 The stuck rank is one without a beat; else one that is in no collective while others are; else the
 one that is behind. Slow is not stuck: all limits grow with the longest time between two moves of a
-rank, the first step excepted. What is stuck and how it is named is decided here alone, for the
-launcher (cli/launch.py) and for ranks of torchrun.
-
-How a run ends before its last step: a signal asks it to stop, or an error occurs. No torch.
-
-In: SIGTERM from a scheduler that wants the machine back, Ctrl-C, or SIGHUP from a closed terminal.
-Out: a flag that the loop reads at each step; all ranks agree on the step after which they stop,
-save a checkpoint and exit with 128 plus the signal's number: 143, 130 or 129.
-
-    with stop_on_signals(status) as stop, stop.after_steps(): ...     stop.is_asked: a signal came
-
-Outside of `after_steps` there is nothing to save, so the signal raises Interrupted. A thread
-receives the signals, since Python's own handlers wait while the main thread is in a collective: on
-a second Ctrl-C, or if the run is stuck, the thread ends the process.
-
-`supervised` adds the heartbeat. Who watches it depends on who started the ranks, what it says does
-not. Ranks of our launcher write their beats next to their rendezvous file; the
-launcher watches them and prints. Under torchrun a rank that has not moved for 30 s writes its beats
-to RUN/.heartbeat; the lowest of these ranks watches and prints, and each exits by itself if it was
-asked to stop and is stuck.
+rank, the first step excepted. Ranks of our launcher write their beats beside their rendezvous file,
+and the launcher watches (cli/launch.py). Under torchrun a rank that has not moved for 30 s writes
+to RUN/.heartbeat; the lowest such rank prints, and each exits by itself if it was asked to stop.
 """
 
 import json
@@ -45,32 +26,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from longshore.files import FULL, free_bytes, reason, size_text, way_out
+from longshore.train.checkpoint_files import remove_leftovers
 
 PERIOD_S = 1.0
 WARM_STEPS = 2  # changes of the step before times count: the first step compiles
 
 
 class RankStatus:
-    """Where a rank is in the run; its main thread updates it, other threads only read."""
+    """Where a rank is in the run, see Beat; its main thread updates it, other threads only read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.step = 0
-        """From 1; 0 before the first."""
-        self.round = 0
-        """From 1; 0 outside of rounds."""
+        self.step = self.round = self.moves = 0
         self.phase = "starting"
-        """What the rank does, such as "forward"."""
-        self.moves = 0
-        """How often the status changed: the same on all ranks at the same point of the run."""
         self.longest_s = 0.0
-        """The longest time between two moves, after the first step."""
         self.folder = ""
-        """The run's, once it is known."""
         self.on_first_step: Callable[[], None] = lambda: None
         """Called when the first step begins; from then on a run that is asked to stop saves."""
         self._clock = clock
@@ -99,7 +75,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's status as other processes read it; see RankStatus."""
+    """A rank's status as other processes read it."""
 
     rank: int
     """Whose status it is."""
@@ -112,18 +88,18 @@ class Beat:
     phase: str
     """What it does, such as forward."""
     moves: int
-    """How often its status changed."""
+    """How often its status changed: the same on all ranks at the same point of the run."""
     unmoved_s: float
     """Seconds since the last move."""
     longest_s: float
-    """The longest time between two moves."""
+    """The longest time between two moves, after the first step."""
     waits: str
     """The collective the rank is in, or ""."""
     folder: str
     """The run's, or "" until it is known."""
 
     @property
-    def place(self) -> str:
+    def progress(self) -> str:
         """step 12, round 2, forward."""
         step = [f"step {self.step}"] if self.step else []
         return ", ".join([*step, *([f"round {self.round}"] if self.round else []), self.phase])
@@ -338,14 +314,15 @@ class Watch:
         ranks = self.stuck(among)
         beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         others = [beat for rank, beat in sorted(self.beats.items()) if rank not in ranks]
-        waiting = f"; the others wait for it: {_where(others[0])}" if others else ""
+        waiting = f"; the others wait for it: {others[0].progress}" if others else ""
+        waiting += f", in {others[0].waits}" if others and others[0].waits else ""
         seconds = f"{min(map(self._since, beats or others), default=0.0):.0f} s"
         if not beats:
             return f"{ranks_in_words(ranks)} gave no sign of life for {seconds}{waiting}"
         has = f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
         stopped = " (its process does not run)" if ranks[0] in self._silent() else ""
         return (
-            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].place}{stopped}"
+            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].progress}{stopped}"
             f"{waiting}"
         )
 
@@ -364,10 +341,6 @@ def is_stuck(phase: str, unmoved_s: float, longest_s: float) -> bool:
     """Whether what was asked to stop is to be ended. longest_s: between two moves; 0: unknown."""
     limit = max(STUCK_S, SLOWER * longest_s) if longest_s else UNTIMED_S
     return phase != SAVING and unmoved_s >= limit
-
-
-def _where(beat: Beat) -> str:
-    return f"{beat.place}, in {beat.waits}" if beat.waits else beat.place
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -425,6 +398,27 @@ class RunError(Exception):
     """The run cannot continue, for a reason outside of the program; printed without a traceback."""
 
 
+@contextmanager
+def writing(run: Path, *, then: str = "", needed: int = 0) -> Iterator[None]:
+    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
+
+    then: the advice once the cause is gone; by default, to resume the run. needed: bytes of all
+    that is written, 0 if unknown.
+    """
+    try:
+        yield
+    except OSError as error:
+        remove_leftovers(run)
+        after = then or f"resume with --resume {run}"
+        # When a file is copied, the second name is that of the new one.
+        file, why = error.filename2 or error.filename or run, reason(error)
+        if needed and error.errno in FULL and (free := free_bytes(run)) is not None:
+            why += f": it takes {size_text(needed)}, and {size_text(free)} are free without it"
+        raise RunError(
+            f"{file} cannot be written ({why}); {way_out(error)}, then {after}"
+        ) from None
+
+
 def exit_code(number: int) -> int:
     """The exit code of a run that a signal stopped; 0 would mean that it is finished."""
     return 128 + number
@@ -469,12 +463,7 @@ class Stop:
         self.number: int | None = None
         self.at = 0.0
         self.can_save = False
-
-    @contextmanager
-    def after_steps(self) -> Iterator[None]:
-        """From here on a signal only sets the flag."""
-        self.can_save = True
-        yield
+        """Whether a signal only sets the flag; before the first step it raises Interrupted."""
 
     @property
     def is_asked(self) -> bool:
@@ -499,6 +488,8 @@ def stop_on_signals(
 ) -> Iterator[Stop]:
     """Signals set a flag instead of ending the process; only the main thread can receive them.
 
+    A thread answers them, since Python's own handlers wait while the main thread is in a
+    collective; on a second Ctrl-C, or if the run is stuck, it ends the process.
     will_not_stop: given the seconds since the signal, returns a text if the run is stuck for good.
     """
     stop = Stop(status)
@@ -534,7 +525,12 @@ def _answer(
         ready, _, _ = select.select([reader], [], [], LOOK_S if stop.is_asked else None)
         if not ready:
             assert stop.number is not None
-            if text := _overdue(stop, will_not_stop):
+            since_s, text = time.monotonic() - stop.at, ""
+            if not stop.can_save:
+                text = "stopped before the first step" if since_s > START_S else ""
+            elif since_s > ANSWER_S:
+                text = will_not_stop(since_s)
+            if text:
                 report(text)
                 leave(exit_code(stop.number))
             continue
@@ -546,14 +542,6 @@ def _answer(
                 report(text)
             if text == QUIT:
                 leave(exit_code(number))
-
-
-def _overdue(stop: Stop, will_not_stop: Callable[[float], str]) -> str:
-    """Why a process whose main thread never answers has to be ended, or ""."""
-    since_s = time.monotonic() - stop.at
-    if not stop.can_save:
-        return "stopped before the first step" if since_s > START_S else ""
-    return will_not_stop(since_s) if since_s > ANSWER_S else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -570,21 +558,19 @@ WATCH_PERIOD_S = 5.0
 TORCHRUN_SILENT_S = 3 * WATCH_PERIOD_S
 
 
-def supervised(
-    status: RankStatus, *, rank: int, ranks: int, address: str
-) -> AbstractContextManager[Stop]:
-    """address: the rendezvous, a file of our launcher or torchrun's environment."""
-    if ranks == 1:
-        return stop_on_signals(status, report=_print_line)
-    if address.startswith("file://"):
-        return _launched(status, rank, Path(address.removeprefix("file://")).parent)
-    return _Peers(status, rank, ranks).supervised()
-
-
 @contextmanager
-def _launched(status: RankStatus, rank: int, folder: Path) -> Iterator[Stop]:
-    with beating(status, lambda: folder, rank=rank), stop_on_signals(status) as stop:
-        yield stop
+def supervised(status: RankStatus, *, rank: int, ranks: int, address: str) -> Iterator[Stop]:
+    """address: the rendezvous, a file of our launcher or torchrun's environment."""
+    with ExitStack() as opened:
+        if ranks == 1:
+            signals = stop_on_signals(status, report=_print_line)
+        elif address.startswith("file://"):
+            folder = Path(address.removeprefix("file://")).parent
+            opened.enter_context(beating(status, lambda: folder, rank=rank))
+            signals = stop_on_signals(status)
+        else:
+            signals = _Peers(status, rank, ranks).supervised()
+        yield opened.enter_context(signals)
 
 
 class _Peers:
