@@ -43,7 +43,7 @@ from longshore.arch.decoder import check_ep
 from longshore.distributed.collectives import all_to_all
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.feed_forward import ExpertRun, Experts, MoE
+from longshore.model.feed_forward import ExpertRun, MoE
 
 
 def split_experts(model: Decoder, topology: Topology) -> None:
@@ -51,24 +51,20 @@ def split_experts(model: Decoder, topology: Topology) -> None:
     check_ep(model.config, topology.ep)
     if topology.experts is None:
         return
-    for module in model.modules():
-        if isinstance(module, MoE):
-            _split(module.experts, module.config.experts, topology)
-
-
-def _split(experts: Experts, number: int, topology: Topology) -> None:
-    cut = expert_cut(number, ep=topology.ep, ep_rank=topology.ep_rank)
-    (span,) = cut.spans
-    names = ("gate_up", "down")
-    for name in names:
-        whole: nn.Parameter = getattr(experts, name)
-        # Cloned, so that the memory of the others is freed.
-        own = whole.detach()[span.start : span.stop].clone()
-        setattr(experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
-    experts.cuts = dict.fromkeys(names, cut)  # type: ignore[assignment]
-    if topology.ep > 1:
-        assert topology.experts is not None
-        experts.exchange = partial(exchanged, experts=number, group=topology.experts.ep)
+    for layer, moe in model.named_modules():
+        if not isinstance(moe, MoE):
+            continue
+        cut = expert_cut(moe.config.experts, ep=topology.ep, ep_rank=topology.ep_rank)
+        (span,) = cut.spans
+        for name in ("gate_up", "down"):
+            whole: nn.Parameter = getattr(moe.experts, name)
+            # Cloned, so that the memory of the others is freed.
+            own = whole.detach()[span.start : span.stop].clone()
+            setattr(moe.experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+            model.cuts[f"{layer}.experts.{name}"] = cut
+        if topology.ep > 1:
+            group = topology.experts.ep
+            moe.experts.exchange = partial(exchanged, experts=moe.config.experts, group=group)
 
 
 def exchanged(
