@@ -366,5 +366,5 @@ def _walk(value: Any, change: Callable[[str, Tensor], Tensor], path: str) -> Any
 
 
 def _is_numbers(value: tuple[object, ...]) -> bool:
-    """Of a tuple that may be long, such as offsets, only the ends are looked at."""
+    """Looks at the ends alone: a tuple of numbers, such as offsets, may be long."""
     return not value or (isinstance(value[0], int) and isinstance(value[-1], int))

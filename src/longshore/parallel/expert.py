@@ -28,7 +28,6 @@ T tokens, K experts a token, C channels, R ranks, M rows sent or received, P cho
 rows among this rank's experts, N = min(K, R) rows a token at most.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,19 +80,20 @@ def exchanged(
     run: of this rank's experts. Every rank of the group calls it, with any tokens.
     """
     each = experts // group.size()
-    route, pairs = make_route(ids_TK, each, group)
+    chosen_TR = chosen_on_ranks(ids_TK, each, group.size())
+    sends, receives, pairs = _counts(chosen_TR, group)
+    copies = rank_copies(chosen_TR > 0, sum(sends), ids_TK.shape[1])
     # Ids travel with the weights: below 2**24 a float32 holds them exactly.
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
     choices = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
     x_MC, choices = (
-        all_to_all(_taken(rows, route.copies), group, sends=route.sends, receives=route.receives)
+        all_to_all(_taken(rows, copies), group, sends=sends, receives=receives)
         for rows in (x_TC, choices)
     )
-    own = own_choices(choices, each, group.rank(), pairs)
-    y_PC = _run_some(run, _taken(x_MC, own.copies), own.ids, own.weights)
-    y_MC = _summed(y_PC, own.copies)
-    back_MC = all_to_all(y_MC, group, sends=route.receives, receives=route.sends)
-    return _summed(back_MC, route.copies), count_experts(ids_TK, experts)
+    own, own_ids, own_weights = own_choices(choices, each, group.rank(), pairs)
+    y_PC = _run_some(run, _taken(x_MC, own), own_ids, own_weights)
+    back_MC = all_to_all(_summed(y_PC, own), group, sends=receives, receives=sends)
+    return _summed(back_MC, copies), count_experts(ids_TK, experts)
 
 
 def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
@@ -105,8 +105,7 @@ def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) 
     return run(x_PC, nowhere, weights_P1)[0][:0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class Copies(NamedTuple):
     """Which rows are copied, and where the copies of each are."""
 
     rows: Tensor
@@ -115,30 +114,22 @@ class Copies:
     """int64 (rows, N): the copies of each row, rising; one past the last where it has fewer."""
 
 
-class OwnChoices(NamedTuple):
-    """The choices of received rows among this rank's experts."""
+def own_choices(choices: Tensor, each: int, rank: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
+    """The choices of received rows among this rank's experts: a copy of a row for each of them,
+    the ids (P, 1), counted from the rank's first expert, and the weights (P, 1).
 
-    copies: Copies
-    """A copy of a row for each of them."""
-    ids: Tensor
-    """int64 (P, 1), counted from the rank's first expert."""
-    weights: Tensor
-    """(P, 1)."""
-
-
-def own_choices(choices: Tensor, each: int, rank: int, pairs: int) -> OwnChoices:
-    """choices: (M, 2·K), weights and then ids. each: the experts of a rank. pairs: P."""
+    choices: (M, 2·K), weights and then ids. each: the experts of a rank. pairs: P.
+    """
     weights_MK, ids_MK = choices.chunk(2, dim=1)
     ids_MK = ids_MK.to(torch.int64) - rank * each
     is_own = (ids_MK >= 0) & (ids_MK < each)
     places, index_P = _numbered(is_own.flatten(), pairs)
     rows, top_k = ids_MK.shape
     positions = places.view(rows, top_k).sort(dim=1).values[:, : min(top_k, each)].contiguous()
-    return OwnChoices(
-        Copies(index_P // top_k, positions),
-        ids_MK.flatten().index_select(0, index_P)[:, None],
-        weights_MK.flatten().index_select(0, index_P)[:, None],
+    ids_P1, weights_P1 = (
+        part.flatten().index_select(0, index_P)[:, None] for part in (ids_MK, weights_MK)
     )
+    return Copies(index_P // top_k, positions), ids_P1, weights_P1
 
 
 def _numbered(is_taken: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -156,31 +147,17 @@ def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
     """int32 (E): how many rows chose each expert; ids of E or more count nowhere."""
     counts = ids_TK.new_zeros(experts + 1, dtype=torch.int32)
     ones = counts.new_ones(()).expand(ids_TK.numel())
-    # Of integers, so the order in which threads add cannot show; bincount would wait for the host.
+    # Integers, so the order in which threads add cannot show; bincount would wait for the host.
     return counts.scatter_add_(0, ids_TK.flatten().clamp(max=experts), ones)[:experts]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertRoute:
-    """Which rows go where. Rows are sorted by the rank they go to, then by token."""
-
-    copies: Copies
-    """A copy of a token's row for each rank that it goes to."""
-    sends: list[int]
-    """Rows for each rank of the group."""
-    receives: list[int]
-    """Rows from each."""
-
-
-def make_route(ids_TK: Tensor, each: int, group: ProcessGroup) -> tuple[ExpertRoute, int]:
-    """The route, and P. Every rank of the group calls it. each: the experts of a rank."""
-    chosen_TR = chosen_on_ranks(ids_TK, each, group.size())
+def _counts(chosen_TR: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], int]:
+    """Rows for each rank of the group, rows from each, and P. Every rank calls it."""
     counts_R2 = torch.stack([(chosen_TR > 0).sum(0), chosen_TR.sum(0)], dim=1)
     ones = [1] * group.size()
     coming_R2 = all_to_all(counts_R2, group, sends=ones, receives=ones)
     (sends, _), (receives, pairs) = torch.stack([counts_R2, coming_R2]).mT.tolist()
-    copies = rank_copies(chosen_TR > 0, sum(sends), ids_TK.shape[1])
-    return ExpertRoute(copies, sends, receives), sum(pairs)
+    return sends, receives, sum(pairs)
 
 
 def chosen_on_ranks(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
@@ -191,7 +168,10 @@ def chosen_on_ranks(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
 
 
 def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
-    """A copy for each True, by rank and then by token. rows: M, the number of True."""
+    """A copy of a token's row for each rank that it goes to, by rank and then by token.
+
+    rows: M, the number of True.
+    """
     tokens, ranks = sent_TR.shape
     places, index_M = _numbered(sent_TR.t().flatten(), rows)
     by_token = places.view(ranks, tokens).t().sort(dim=1).values
@@ -200,13 +180,13 @@ def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
 
 def _taken(rows_TC: Tensor, copies: Copies) -> Tensor:
     """For each copy its row."""
-    taken: Tensor = _Taken.apply(rows_TC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Taken.apply(rows_TC, *copies)  # type: ignore[no-untyped-call]
     return taken
 
 
 def _summed(copies_MC: Tensor, copies: Copies) -> Tensor:
     """For each row the sum of its copies, in their order."""
-    summed: Tensor = _Summed.apply(copies_MC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
+    summed: Tensor = _Summed.apply(copies_MC, *copies)  # type: ignore[no-untyped-call]
     return summed
 
 
