@@ -9,12 +9,6 @@ sees all threads, backward on a GPU included, compiled code and code that is not
 nothing else. It sees neither the group of one rank, in which nothing is sent, nor receives from any
 source.
 
-`check_recordings` runs the recordings of all ranks against each other, without processes. Every
-rank is at one place of its recording. A collective blocks until all its ranks are at it. Messages
-that were issued together block until each is matched: between two ranks the first send meets the
-first receive, whatever they carry, as NCCL does it without tags. That is stricter than the
-executor, which does not wait for its sends: what passes here passes there.
-
     rank 0: send 0 → 1, then all_reduce (0, 1)        rank 1: all_reduce (0, 1), then receive 0 → 1
     DeadlockError: rank 0 waits at its operation 0 for rank 1, which waits at its own
 """
@@ -172,7 +166,13 @@ class MismatchError(ValueError):
 
 
 def check_recordings(recordings: Sequence[Sequence[Operation]]) -> None:
-    """Raises unless all ranks reach the end of their recordings, in operations that fit."""
+    """Raises unless all ranks reach the end of their recordings, in operations that fit.
+
+    Runs them against each other, without processes. A collective blocks until all its ranks are at
+    it. Messages that were issued together block until each is matched: between two ranks the first
+    send meets the first receive, whatever they carry, as NCCL does it without tags. That is
+    stricter than the executor, which does not wait for its sends: what passes here passes there.
+    """
     _Run(recordings).to_the_end()
 
 

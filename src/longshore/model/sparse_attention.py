@@ -270,14 +270,11 @@ class SparseAttention(ThreeStepMixer):
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Mixed:
         mixed, losses = list[Tensor](), list[Tensor]()
         for exchange in self.exchanges.each(ctx):
-            own = tuple(row[exchange.pack.rows] for row in rows)
-            if self.index is None:
-                mixed.append(self._attend_all(exchange, apart, own))
-                continue
-            is_real_T = ctx.is_real[exchange.pack.rows]
-            attended, loss = self._attend_chosen(exchange, is_real_T, apart, own)
-            mixed.append(attended)
-            losses.append(loss)
+            is_real_T, *own = (row[exchange.pack.rows] for row in (ctx.is_real, *rows))
+            attend = self._attend_all if self.index is None else self._attend_chosen
+            attended_THD, *loss = attend(exchange, is_real_T, apart, *own)
+            mixed.append(attended_THD)
+            losses += loss
         if self.config.index is None:
             return joined(mixed)
         return joined(mixed), torch.stack(losses).sum() * self.config.index.loss_weight
@@ -292,29 +289,24 @@ class SparseAttention(ThreeStepMixer):
         output_TC: Tensor = self.o_up(down.flatten(1))
         return output_TC
 
-    def _attend_all(self, exchange: Exchange, apart: Rows, rows: Rows) -> Tensor:
+    def _attend_all(
+        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, q_THD: Tensor, *rows: Tensor
+    ) -> Rows:
         """Attends to the window, and to all entries where there are any."""
-        q_THD, *keys = rows
         sinks_H, *bias = apart
         tables = entry_tables(exchange.pack, self.kind, q_THD.device)
-        near_RD, *pooled_RX = _with_halos(exchange, tables, tuple(keys))
+        near_RD, *pooled_RX = _with_halos(exchange, tables, rows)
         entries_ED = near_RD.new_zeros(0, near_RD.shape[1])
         if self.entries is not None:
             own_ED = self._pooled(exchange.pack, self.entries, *pooled_RX, *bias)
             (entries_ED,) = _of_all_lanes(exchange, tables, (own_ED,))
-        mixed_THD, _ = sparse_attention(
-            q_THD,
-            near_RD,
-            entries_ED,
-            sinks_H,
-            ranges=tables.ranges,
-            scale=self.config.head_dim**-0.5,
-        )
-        return mixed_THD
+        scale = self.config.head_dim**-0.5
+        keys = (q_THD, near_RD, entries_ED, sinks_H)
+        return sparse_attention(*keys, ranges=tables.ranges, scale=scale)[:1]
 
     def _attend_chosen(
-        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
+        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, *rows: Tensor
+    ) -> Rows:
         """Attends to the window and the chosen entries; also the index's loss over real tokens."""
         q_THD, near_TD, kv_TX, gates_TX, index_q_TJI, weights_TJ, keys_TX, key_gates_TX = rows
         sinks_H, bias_GX, index_bias_GX = apart

@@ -16,13 +16,8 @@ A rank copies each row that came for each of its own experts that the row chose,
 t0 t0 t1, and adds up what they make of it in the same way.
 
 Taking rows by `rows_M` and summing them by `positions_TN` are each other's backward, so nothing is
-added in an order that threads choose. The host waits for the device once a layer, to learn how many
-rows come. Rows travel in their own dtype; what experts make of one is summed in float32 at least,
-and rounded, where half precision is used, more often than without EP: for each expert, for the sum
-of each rank, and for the sum of all.
-
-A rank that gets no rows runs its experts on one row of no expert, so their gradients are there, 0,
-in every round.
+added in an order that threads choose. Rows travel in their own dtype; sums are made in float32 at
+least, and rounded more often than without EP: for each expert, for each rank, and for all.
 
 T tokens, K experts a token, C channels, R ranks, M rows sent or received, P choices of received
 rows among this rank's experts, N = min(K, R) rows a token at most.
@@ -97,7 +92,7 @@ def exchanged(
 
 
 def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
-    """The experts on rows that came, or on one row of weight 0 if none did."""
+    """The experts on rows that came, or on one row of no expert, for a gradient in every round."""
     if len(x_PC):
         return run(x_PC, ids_P1, weights_P1)[0]
     x_PC, weights_P1 = (pad(rows, (0, 0, 0, 1)) for rows in (x_PC, weights_P1))
@@ -152,7 +147,10 @@ def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _counts(chosen_TR: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], int]:
-    """Rows for each rank of the group, rows from each, and P. Every rank calls it."""
+    """Rows for each rank of the group, rows from each, and P. Every rank calls it.
+
+    Here the host waits for the device, once a layer.
+    """
     counts_R2 = torch.stack([(chosen_TR > 0).sum(0), chosen_TR.sum(0)], dim=1)
     ones = [1] * group.size()
     coming_R2 = all_to_all(counts_R2, group, sends=ones, receives=ones)

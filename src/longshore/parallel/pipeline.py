@@ -357,23 +357,12 @@ class Executor:
         self.most_graphs = current.most_graphs
         return current.times
 
-    def rows_dtype(self, stage: int) -> torch.dtype:
-        """The dtype of the rows that a stage sends on."""
-        dtype = next(iter(self.stages.values())).computing_dtype
-        if self.config.float32_residual and not self.layout.is_normed(stage):
-            return torch.promote_types(dtype, torch.float32)
-        return dtype
-
 
 class _Pass:
     """One pass over the rounds of a plan."""
 
     def __init__(
-        self,
-        executor: Executor,
-        batches: Sequence[MicroBatch],
-        queue: Queue,
-        handlers: Handlers,
+        self, executor: Executor, batches: Sequence[MicroBatch], queue: Queue, handlers: Handlers
     ) -> None:
         self.executor, self.batches, self.handlers = executor, batches, handlers
         self.times: list[Timed] = []
@@ -462,13 +451,16 @@ class _Pass:
 
     def _shape(self, message: Message) -> Shape:
         """Shape of a forward's rows, or of the gradient of the rows that the stage before sent."""
-        action = message.action
+        action, executor = message.action, self.executor
+        config, layout = executor.config, executor.layout
         sender = action.stage if action.kind == "forward" else action.stage - 1
-        executor = self.executor
         rows = self.batches[action.round].ctx.tokens // executor.topology.tp
-        streams, config = executor.layout.streams(sender), executor.config
-        width = sent_width(config, executor.layout, sender) // streams
-        return (rows * streams, width), executor.rows_dtype(sender)
+        streams = layout.streams(sender)
+        width = sent_width(config, layout, sender) // streams
+        dtype = next(iter(executor.stages.values())).computing_dtype
+        if config.float32_residual and not layout.is_normed(sender):
+            dtype = torch.promote_types(dtype, torch.float32)
+        return (rows * streams, width), dtype
 
     def _number(self, message: Message) -> int:
         action, stages = message.action, len(self.executor.layout.stages)

@@ -15,10 +15,6 @@ do not split, such as a user's own mixer, gets all rows on every rank, which kee
 
 With 2 ranks and 6 tokens rank 1 holds rows 3…6; attention of 4 heads gathers 6 rows, attends with
 heads 2 and 3, and gets rows 3…6 of the sum of both ranks' outputs.
-
-A parameter that all ranks have whole gets a part of its gradient on each of them, from the rank's
-rows or heads: `sum_gradients` adds them up, once a step. The same for spans of which several ranks
-have a copy, such as a KV head of 4 ranks with 2 KV heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -240,7 +236,11 @@ def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple
 
 @torch.no_grad()
 def sum_gradients(model: nn.Module, topology: Topology) -> None:
-    """Adds up the gradients of what several TP ranks have alike; each rank gets the sum."""
+    """Adds up the gradients of what several TP ranks have alike, once a step; each gets the sum.
+
+    Each rank has a part of the gradient of a parameter that all have whole, from its rows or heads.
+    So it is with spans of which several have a copy, such as a KV head of 4 ranks with 2 KV heads.
+    """
     group = topology.groups.tp
     whole, copied = list[Tensor](), list[tuple[Tensor, int]]()
     for parameter, cut in trained_parameters(model):
