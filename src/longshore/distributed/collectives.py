@@ -62,7 +62,6 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: gather.
     """
-    _check_even(whole, group)
     return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
 
 
@@ -101,21 +100,14 @@ def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
 
 def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
     """As `reduce_scatter`, without waiting for it and without autograd."""
-    _check_even(whole, group)
     if group.size() == 1:
         return Begun(None, whole, whole)
+    rows, ranks = whole.shape[0], group.size()
+    assert rows % ranks == 0, f"{rows} rows cannot be scattered evenly over {ranks} ranks"
     sent = whole.detach().contiguous()
-    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    part = whole.new_empty(rows // ranks, *whole.shape[1:])
     work = _reduce_scatter(part, sent, group=group, async_op=True)
     return Begun(work, part, sent)
-
-
-def _check_even(whole: Tensor, group: ProcessGroup) -> None:
-    if whole.shape[0] % group.size():
-        raise ValueError(
-            f"{whole.shape[0]} rows cannot be scattered evenly over {group.size()} ranks; "
-            "pad them to a multiple"
-        )
 
 
 def all_to_all(
@@ -126,22 +118,11 @@ def all_to_all(
     Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects must
     be what the other sends. Backward: the same with sends and receives swapped.
     """
-    size = group.size()
-    if len(sends) != size or len(receives) != size:
-        raise ValueError(
-            f"all_to_all over {size} ranks needs {size} sends and {size} receives; "
-            f"there are {len(sends)} and {len(receives)}"
-        )
-    if sum(sends) != rows.shape[0] or min(*sends, *receives) < 0:
-        raise ValueError(
-            f"sends are {list(sends)}, receives {list(receives)}; none may be negative, and the "
-            f"sends must add up to the tensor's {rows.shape[0]} rows"
-        )
-    mine = group.rank()
-    if sends[mine] != receives[mine]:
-        raise ValueError(
-            f"rank {mine} sends itself {sends[mine]} rows but expects {receives[mine]}"
-        )
+    size, mine = group.size(), group.rank()
+    assert len(sends) == len(receives) == size, f"{size} ranks need as many sends and receives"
+    assert sum(sends) == rows.shape[0], f"sends must add up to the tensor's {rows.shape[0]} rows"
+    assert min(*sends, *receives) >= 0, "none may be negative"
+    assert sends[mine] == receives[mine], f"rank {mine} sends itself other rows than it expects"
     return rows if size == 1 else _apply(_AllToAll, rows, group, tuple(sends), tuple(receives))
 
 
@@ -163,8 +144,7 @@ def max_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
     """Overwrites `tensor` with that of the group's rank `source`, and returns it. No gradient."""
-    if not tensor.is_contiguous():
-        raise ValueError("broadcast writes in place and needs a contiguous tensor")
+    assert tensor.is_contiguous(), "it is written in place"
     if group.size() > 1:
         with torch.no_grad():
             dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
@@ -229,11 +209,7 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, expected: int) -> list[Ten
 
     Lengths [[5], [7]] and [[9]] with 2 expected are sent as [2 5 7] and [1 9 0].
     """
-    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or expected < 0:
-        raise ValueError(
-            "gather_rows needs int64 of shape (rows, 1 or more columns) and 0 or more expected "
-            f"rows; got {rows.dtype} of shape {tuple(rows.shape)} and {expected}"
-        )
+    assert rows.dtype == torch.int64, f"lengths and positions are int64, not {rows.dtype}"
     sent = rows.new_zeros(expected + 1, rows.shape[1])
     sent[0, 0] = len(rows)
     fitting = rows[:expected]

@@ -18,6 +18,8 @@ T tokens, H query heads, K key and value heads, D dims of a head; MLA has letter
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -41,7 +43,7 @@ from longshore.model.interface import (
 from longshore.model.norm_rope import RMSNorm, Tables
 from longshore.ops.attention import attention, attention_backward, attention_forward, sinks_gradient
 from longshore.ops.linear import projected, whole_weight
-from longshore.ops.pointwise import rotate, rotate_both, sigmoid_gate
+from longshore.ops.pointwise import norm_rotate_both, rotate, rotate_both, sigmoid_gate
 from longshore.ops.sizes import expanded_values, heads_at_once
 from longshore.settings import AttentionKind
 
@@ -216,11 +218,11 @@ class _VisiblePacks:
         saved: the output's gradient, q, the output and its log-sum-exp.
         """
         grad, q, output, lse = saved
-        dqs, dweights, groups = [], [], []
+        dqs, dweights, groups = list[Tensor](), list[Tensor](), list[Rows]()
         for heads in self._head_groups(rows, weight):
             own = _some(weight, heads)
             k, v = self._keys_values(rows, own)
-            dq, *drows = attention_backward(
+            dq, dk, dv = attention_backward(
                 _some(grad, heads, 1),
                 _some(q, heads, 1),
                 k,
@@ -231,11 +233,12 @@ class _VisiblePacks:
                 **self._options(pack),
             )
             dqs.append(dq)
-            if self.latents is not None and own is not None:
-                drow, dweight = self.latents.gradients(*drows, rows[0], own)
-                drows = [drow]
-                dweights += [] if dweight is None else [dweight]
-            groups.append(drows)
+            if self.latents is None or own is None:
+                groups.append((dk, dv))
+                continue
+            drows, dweight = self.latents.gradients(dk, dv, rows[0], own)
+            groups.append((drows,))
+            dweights += [] if dweight is None else [dweight]
         summed = tuple(_added(parts) for parts in zip(*groups, strict=True))
         return joined(dqs, dim=1), summed, joined(dweights) if dweights else None
 
@@ -254,11 +257,8 @@ class _VisiblePacks:
         return self.options | {"bounds": exchange.bounds, "key_bounds": exchange.visible_bounds}
 
     def own(self, rows: Sequence[Tensor], pack: int) -> Rows:
-        """The rows of one pack; of the only one there is as they are."""
-        inside = self.exchanges[pack].pack.rows
-        if inside.start == 0 and inside.stop == rows[0].shape[0]:
-            return tuple(rows)
-        return tuple(part[inside] for part in rows)
+        """The rows of one pack."""
+        return tuple(part[self.exchanges[pack].pack.rows] for part in rows)
 
     def among_all(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """The packs' parts among the rows of all tokens, 0 at those of other packs."""
@@ -338,23 +338,17 @@ class _AttendVisible(torch.autograd.Function):
         )
 
 
-def _added(parts: tuple[Tensor, ...]) -> Tensor:
+def _added(parts: Rows) -> Tensor:
     """The sum, rounded once; a single part as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+    first, *others = parts
+    wide = torch.promote_types(first.dtype, torch.float32)
+    return reduce(add, others, first.to(wide)).to(first.dtype) if others else first
 
 
 def _last_first(parts: dict[int, Tensor | None]) -> Tensor | None:
     """The sum over the packs, in one fixed order whatever the order of the steps."""
-    total: Tensor | None = None
-    for pack in sorted(parts, reverse=True):
-        part = parts[pack]
-        total = part if total is None or part is None else total + part
-    return total
+    given = [part for _, part in sorted(parts.items(), reverse=True) if part is not None]
+    return reduce(add, given) if given else None
 
 
 class Attention(ThreeStepMixer):
@@ -409,7 +403,9 @@ class Attention(ThreeStepMixer):
             return (q_THD, k_TKD) if table is None else rotate_both(q_THD, k_TKD, *table)
         if table is None:
             return self.q_norm(q_THD), self.k_norm(k_TKD)
-        return self.q_norm.rotated_with(self.k_norm, q_THD, k_TKD, table)
+        weights, norm = (self.q_norm.weight, self.k_norm.weight), self.q_norm.norm
+        centred = norm.zero_centred
+        return norm_rotate_both(q_THD, k_TKD, weights, norm.eps, *table, zero_centred=centred)
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
         q_THD, k_TKD, v_TKD = rows

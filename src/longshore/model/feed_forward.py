@@ -14,6 +14,7 @@ T tokens, E experts, K of them a token, C channels, F channels inside an expert,
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -62,13 +63,11 @@ class MLP(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, None]:
         if self.gate_proj is None:
-            output_TC: Tensor = self.down_proj(self.up_proj(x_TC))
-            return output_TC, None
+            return self.down_proj(self.up_proj(x_TC)), None
         up_TF, gate_TF = projected(x_TC, (self.up_proj, self.gate_proj))
         if self.limit:
             gate_TF, up_TF = clipped(gate_TF, up_TF, self.limit)
-        output_TC = self.down_proj(up_TF, gate_TF)
-        return output_TC, None
+        return self.down_proj(up_TF, gate_TF), None
 
 
 TINY = 1e-20
@@ -171,8 +170,8 @@ ExpertRun = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Experts(nn.Module):
     """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F).
 
-    exchange: called with `run` and its arguments where other ranks have some of the experts; set by
-    parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
+    exchange: called with an ExpertRun and its arguments where other ranks have some of the experts;
+    set by parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
     """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
@@ -186,20 +185,11 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C), and how many tokens each expert got, int32 (E). The id E stands for no expert."""
+        weights = {"gate_up_E2FC": self.gate_up, "down_ECF": self.down}
+        run = partial(expert_mlp, **weights, limit=self.limit)  # the experts of this rank alone
         if self.exchange is not None:
-            return self.exchange(self.run, x_TC, ids_TK, weights_TK)
-        return self.run(x_TC, ids_TK, weights_TK)
-
-    def run(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for tokens that are here, and the experts of this rank alone."""
-        return expert_mlp(
-            x_TC,
-            ids_TK,
-            weights_TK,
-            gate_up_E2FC=self.gate_up,
-            down_ECF=self.down,
-            limit=self.limit,
-        )
+            return self.exchange(run, x_TC, ids_TK, weights_TK)
+        return run(x_TC, ids_TK, weights_TK)
 
 
 class MoE(nn.Module):

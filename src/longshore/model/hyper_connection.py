@@ -41,10 +41,6 @@ class _ProjectedRows(Float32Parameters):
         self.scale = nn.Parameter(torch.ones(scales))
         nn.init.normal_(self.weight, std=0.02)
 
-    def projected(self, rows_TS: Tensor) -> Tensor:
-        """The projection of the rows' norm, in float32 at least."""
-        return project(rows_TS, self.weight, eps=self.norm_eps)
-
 
 class HyperConnection(_ProjectedRows):
     """Around one part: weight ((2 + N)·N, S), base ((2 + N)·N), scale (3)."""
@@ -55,7 +51,7 @@ class HyperConnection(_ProjectedRows):
     def forward(self, rows_TS: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The part's row (T, C), and the weights of `expand`: post (T, N) and mix (T, N, N)."""
         count, eps = self.config.count, self.config.eps
-        projected = self.projected(rows_TS)
+        projected = project(rows_TS, self.weight, eps=self.norm_eps)
         sizes = [count, count, count * count]
         parts = projected.split(sizes, dim=1), self.base.split(sizes), self.scale.unbind()
         pre_TN, post_TN, mix_TM = (
@@ -74,7 +70,8 @@ class Collapse(_ProjectedRows):
 
     def forward(self, rows_TS: Tensor) -> Tensor:
         """(T, C)."""
-        pre_TN = (self.projected(rows_TS) * self.scale + self.base).sigmoid() + self.config.eps
+        projected_TN = project(rows_TS, self.weight, eps=self.norm_eps)
+        pre_TN = (projected_TN * self.scale + self.base).sigmoid() + self.config.eps
         return collapse(rows_TS, pre_TN)
 
 

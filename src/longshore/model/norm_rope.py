@@ -32,7 +32,6 @@ from longshore.ops.pointwise import (
     add_norm,
     norm_after_gate,
     norm_before_gate,
-    norm_rotate_both,
     rms_norm,
     shared_norm_after_gate,
 )
@@ -50,13 +49,6 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, or x itself, and its norm in the weight's dtype."""
         return add_norm(x, delta, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
-
-    def rotated_with(
-        self, k_norm: "RMSNorm", q_THD: Tensor, k_TKD: Tensor, table: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of each head of q and, by k_norm, of k, rotated."""
-        weights, eps, centred = (self.weight, k_norm.weight), self.norm.eps, self.norm.zero_centred
-        return norm_rotate_both(q_THD, k_TKD, weights, eps, *table, zero_centred=centred)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.norm.eps:g}"

@@ -136,7 +136,8 @@ def _entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> E
 def _shared(
     pack: PackContext, kind: EntryKind, device: torch.device
 ) -> tuple[Spans, SharedEntries]:
-    padded = np.diff(np.asarray(pack.padded.offsets, dtype=np.int64))
+    joints = np.asarray(pack.padded.offsets, dtype=np.int64)
+    padded = joints[1:] - joints[:-1]
     halo, size = halo_rows(kind.window, kind.ratio, overlap=kind.overlap), pack.group.cp_size
     lanes = [
         chunk_spans(padded, kind.ratio, cp_rank=rank, cp_size=size, halo=halo)

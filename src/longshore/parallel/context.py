@@ -142,9 +142,10 @@ class GroupExchange(Exchange):
         """A halo_route, computed and copied to the device once for a pack, not in every layer."""
 
         def make() -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
-            padded = np.diff(np.asarray(self.pack.padded.offsets, dtype=np.int64))
-            route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
-            sent, received, sends, receives = route
+            offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
+            sent, received, sends, receives = halo_route(
+                offsets[1:] - offsets[:-1], count, cp_rank=self.rank, cp_size=self.size
+            )
             return to_device(sent, device), to_device(received, device), sends, receives
 
         return table(self.pack.padded, f"halo of {count}, {self.rank} of {self.size}", make)

@@ -178,40 +178,31 @@ def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
 
 def _taken(rows_TC: Tensor, copies: Copies) -> Tensor:
     """For each copy its row."""
-    taken: Tensor = _Taken.apply(rows_TC, *copies)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Moved.apply(rows_TC, *copies, False)  # type: ignore[no-untyped-call]
     return taken
 
 
 def _summed(copies_MC: Tensor, copies: Copies) -> Tensor:
     """For each row the sum of its copies, in their order."""
-    summed: Tensor = _Summed.apply(copies_MC, *copies)  # type: ignore[no-untyped-call]
+    summed: Tensor = _Moved.apply(copies_MC, *copies, True)  # type: ignore[no-untyped-call]
     return summed
 
 
-class _Taken(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Takes the row of each copy, or sums each row's copies; either is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, rows_TC: Tensor, tokens_M: Tensor, positions_TN: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(positions_TN)
-        return rows_TC.index_select(0, tokens_M)
+    def forward(ctx: Any, x: Tensor, rows_M: Tensor, positions_TN: Tensor, sums: bool) -> Tensor:  # noqa: ANN401
+        ctx.sums = sums
+        ctx.save_for_backward(rows_M if sums else positions_TN)
+        return sum_rows(x, positions_TN) if sums else x.index_select(0, rows_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (positions_TN,) = ctx.saved_tensors
-        return sum_rows(grad_MC, positions_TN), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MC: Tensor, tokens_M: Tensor, positions_TN: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(tokens_M)
-        return sum_rows(rows_MC, positions_TN)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (tokens_M,) = ctx.saved_tensors
-        return grad_TC.index_select(0, tokens_M), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (index,) = ctx.saved_tensors
+        moved = grad.index_select(0, index) if ctx.sums else sum_rows(grad, index)
+        return moved, None, None, None
 
 
 def sum_rows(rows_MC: Tensor, positions_TN: Tensor) -> Tensor:

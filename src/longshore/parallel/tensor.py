@@ -134,20 +134,9 @@ def _cut_value(parameter: Tensor, cut: TensorCut | None) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts, dim=cut.dim), requires_grad=trains)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _all_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    return gather(rows, group)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _own_rows_of_sum(rows: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter(rows, group)
-
-
-def _own_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's rows of what all ranks have; the others' have no gradient here."""
-    own: Tensor = rows.chunk(group.size())[group.rank()]
-    return own
+# A compiled block runs collectives eagerly.
+_all_rows: Callable[..., Tensor] = torch.compiler.disable(gather)
+_own_rows_of_sum: Callable[..., Tensor] = torch.compiler.disable(reduce_scatter)
 
 
 def _split(group: ProcessGroup, part: nn.Module, x: Tensor, *args: object) -> tuple[Tensor, Any]:
@@ -171,7 +160,7 @@ def _replicated(
         more = more._replace(auxiliary=mine, counts=counts)
     elif more is not None:
         more = _own_share(more, group)
-    return _own_rows(rows, group), more
+    return rows.chunk(group.size())[group.rank()], more  # the others' have no gradient here
 
 
 @eager
