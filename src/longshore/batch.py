@@ -64,10 +64,6 @@ class Boundaries:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """(start, stop) of each sequence."""
-        return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
-
     def map_tensors(self, change: Callable[[str, Tensor], Tensor]) -> "Boundaries":
         """A copy with each tensor, those of tables too, replaced by change(path, tensor)."""
         return _map_tensors(self, change)

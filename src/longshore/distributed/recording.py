@@ -131,12 +131,7 @@ def recorded() -> Iterator[list[Operation]]:
         del library  # the kernels go with it
 
 
-def _note_and_go_on(
-    operator: Any,  # noqa: ANN401
-    kind: str,
-    keys: Any,  # noqa: ANN401
-    *args: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def _note_and_go_on(operator: Any, kind: str, keys: Any, *args: Any) -> Any:  # noqa: ANN401
     if (operation := _operation(kind, args)) is not None:
         for recording in _recordings:
             recording.append(operation)

@@ -16,7 +16,7 @@ chunk t6 t7 all 8, of which 4 come from lane 1. The gradients of these 4 go back
 T tokens, H query heads, K key and value heads, D dims of a head; MLA has letters of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -55,14 +55,14 @@ def attend(
     k_TKD: Tensor,
     v_TKD: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
 ) -> Tensor:
-    """(T, H, D): the core of attention, for all packs. softcap, sinks: see ops/attention.py."""
+    """(T, H, D): the core of attention, for all packs.
+
+    options: scale, window and softcap of ops/attention.py, as sinks are.
+    """
     heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], exchanges.attention
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     outputs: dict[int, Tensor] = {}
     gathered: dict[int, Exchange] = {}
     # Packs split over heads come before all others, on every lane: which way a pack takes
@@ -70,7 +70,11 @@ def attend(
     # Backward is the mirror image, as autograd runs what was created last first.
     for pack, exchange in enumerate(exchanges.each(ctx)):
         if over_heads(heads, kv_heads, exchange.size, kind=kind):
-            outputs[pack] = _attend_pack(exchange, (q_THD, k_TKD, v_TKD), sinks, options)
+            rows, bounds = exchange.pack.rows, exchange.pack.padded
+            q, k, v = exchange.to_heads((q_THD[rows], k_TKD[rows], v_TKD[rows]))
+            own = None if sinks is None else sinks.split(q.shape[1])[exchange.rank]
+            output = attention(q, k, v, bounds=bounds, sinks=own, **options)
+            outputs[pack] = exchange.from_heads(output)
         else:
             gathered[pack] = exchange
     if gathered:
@@ -78,17 +82,6 @@ def attend(
         visible = attend_visible(tuple(gathered.values()), q_THD, fetched, sinks=sinks, **options)
         outputs |= zip(gathered, visible, strict=True)
     return joined([outputs[pack] for pack in sorted(outputs)])
-
-
-def _attend_pack(
-    exchange: Exchange, parts: Rows, sinks: Tensor | None, options: dict[str, Any]
-) -> Tensor:
-    """One pack whose heads the lanes share out."""
-    rows, bounds = exchange.pack.rows, exchange.pack.padded
-    q, k, v = exchange.to_heads(tuple(part[rows] for part in parts))
-    if sinks is not None:
-        sinks = sinks[exchange.rank * q.shape[1] : (exchange.rank + 1) * q.shape[1]]
-    return exchange.from_heads(attention(q, k, v, bounds=bounds, sinks=sinks, **options))
 
 
 def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
@@ -111,14 +104,14 @@ def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) 
     return kind == "heads" or (legal and fewer)
 
 
-ALL_HEADS = [slice(None)]
+ALL_HEADS = slice(None)
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def _some(x: MaybeTensor, heads: slice, dim: int = 0) -> MaybeTensor:
     """x of these heads; of all heads as it is."""
-    if x is None or heads == ALL_HEADS[0]:
+    if x is None or heads == ALL_HEADS:
         return x
     return x[heads] if dim == 0 else x[:, heads]
 
@@ -134,7 +127,7 @@ class LatentExpansion:
         """The heads whose keys and values are made together, group by group."""
         heads, product, rank = weight_HXR.shape
         if self.form == "absorbed":
-            return ALL_HEADS
+            return [ALL_HEADS]
         key = self.nope + rows_SL.shape[1] - rank
         each = expanded_values(key, product, product - self.nope) * rows_SL.element_size()
         together = heads_at_once(len(rows_SL), heads, each)
@@ -201,8 +194,7 @@ class _VisiblePacks:
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack, from the rows that it sees."""
         outputs, lses = [], []
-        for heads in self._head_groups(rows, weight):
-            k, v = self._keys_values(rows, _some(weight, heads))
+        for heads, _, k, v in self._by_heads(rows, weight):
             output, lse = attention_forward(
                 _some(q, heads, 1), k, v, sinks=_some(sinks, heads), **self._options(pack)
             )
@@ -219,9 +211,7 @@ class _VisiblePacks:
         """
         grad, q, output, lse = saved
         dqs, dweights, groups = list[Tensor](), list[Tensor](), list[Rows]()
-        for heads in self._head_groups(rows, weight):
-            own = _some(weight, heads)
-            k, v = self._keys_values(rows, own)
+        for heads, own, k, v in self._by_heads(rows, weight):
             dq, dk, dv = attention_backward(
                 _some(grad, heads, 1),
                 _some(q, heads, 1),
@@ -242,15 +232,17 @@ class _VisiblePacks:
         summed = tuple(_added(parts) for parts in zip(*groups, strict=True))
         return joined(dqs, dim=1), summed, joined(dweights) if dweights else None
 
-    def _head_groups(self, rows: Rows, weight: Tensor | None) -> list[slice]:
+    def _by_heads(
+        self, rows: Rows, weight: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor | None, Tensor, Tensor]]:
+        """Heads whose keys and values are made together, their weight, keys and values."""
         if self.latents is None or weight is None:
-            return ALL_HEADS
-        return self.latents.head_groups(rows[0], weight)
-
-    def _keys_values(self, rows: Rows, weight: Tensor | None) -> Rows:
-        if self.latents is None or weight is None:
-            return rows
-        return self.latents.make(rows[0], weight)
+            k, v = rows
+            yield ALL_HEADS, None, k, v
+            return
+        for heads in self.latents.head_groups(rows[0], weight):
+            own = weight[heads]
+            yield heads, own, *self.latents.make(rows[0], own)
 
     def _options(self, pack: int) -> dict[str, Any]:
         exchange = self.exchanges[pack]

@@ -185,8 +185,9 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C), and how many tokens each expert got, int32 (E). The id E stands for no expert."""
-        weights = {"gate_up_E2FC": self.gate_up, "down_ECF": self.down}
-        run = partial(expert_mlp, **weights, limit=self.limit)  # the experts of this rank alone
+        run: ExpertRun = partial(  # the experts of this rank alone
+            expert_mlp, gate_up_E2FC=self.gate_up, down_ECF=self.down, limit=self.limit
+        )
         if self.exchange is not None:
             return self.exchange(run, x_TC, ids_TK, weights_TK)
         return run(x_TC, ids_TK, weights_TK)

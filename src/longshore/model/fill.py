@@ -94,12 +94,8 @@ def fill_rows(
     blocks = []
     for block in range(first, -(-stop // each)):
         count = min(each, shape[0] - block * each)
-        generator = torch.Generator().manual_seed(_seed_of(seed, name, block))
+        digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         blocks.append(torch.randn(count, *width, generator=generator)[columns])
     values = torch.cat(blocks)[start - first * each : stop - first * each]
     return values.mul_(std).add_(constant)
-
-
-def _seed_of(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

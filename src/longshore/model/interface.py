@@ -15,6 +15,7 @@ Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,7 +29,8 @@ from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.model.norm_rope import Tables
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan.layout import Stage
-from longshore.settings import AttentionKind, ScanKind
+from longshore.settings import AttentionKind, Kernels, ScanKind
+from longshore.user_code import is_installed
 
 Rows = tuple[Tensor, ...]
 
@@ -215,6 +217,31 @@ def _shared_and_whole(cp_sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     assert list(cp_sizes) == sorted(cp_sizes, reverse=True), "packs are ordered by falling CP size"
     shared = [pack for pack, size in enumerate(cp_sizes) if size > 1]
     return shared, list(range(len(shared), len(cp_sizes)))
+
+
+HostTableMaker = Callable[..., None]
+"""maker(pack, setting=TableSetting): makes tables that a mixer reads among a pack's boundaries.
+
+The class of a mixer names its makers in `table_makers(config)`; the packing step calls all of them
+on the host, equal ones once. A table moves to the device with its boundaries, where the op looks
+for it by name, and makes it if it is missing: what a maker leaves out costs time, and nothing else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSetting:
+    """What decides which tables ops will look for."""
+
+    scan: ScanKind
+    """How lanes share a scan."""
+    device: torch.device
+    """Where the ops run."""
+    kernels: Kernels
+    """auto, or plain for none but torch's own."""
+
+    def has(self, package: str) -> bool:
+        """Whether kernels of this package may serve; a call's tensors may still be refused."""
+        return self.device.type == "cuda" and self.kernels == "auto" and is_installed(package)
 
 
 class UntracedContext:

@@ -50,9 +50,6 @@ class RMSNorm(nn.Module):
         """x + delta, or x itself, and its norm in the weight's dtype."""
         return add_norm(x, delta, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.norm.eps:g}"
-
 
 class Float32Parameters(nn.Module):
     """A module whose parameters keep their dtype while others are cast to that of the arithmetic.

@@ -30,16 +30,31 @@ from torch.nn.functional import softplus
 
 from longshore.arch.part import Norm
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.batch import SeqContext
+from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.model.fill import CONV, DECAY_RATES, ONES, RESIDUAL, STEP_BIASES, Fill
-from longshore.model.host_tables import HostTableMaker, delta_tables, ssd_tables
-from longshore.model.interface import Exchange, Rows, ThreeStepMixer, over_packs
+from longshore.model.interface import (
+    Exchange,
+    HostTableMaker,
+    Rows,
+    TableSetting,
+    ThreeStepMixer,
+    over_packs,
+)
 from longshore.model.norm_rope import Float32Parameters, NormAfterGate, NormBeforeGate, Tables
-from longshore.ops.boundaries import Bounds
+from longshore.ops.boundaries import (
+    Bounds,
+    chunk_rows,
+    chunk_table,
+    chunks,
+    conv_spans,
+    filled_spans,
+)
 from longshore.ops.conv import causal_conv
 from longshore.ops.delta_rule import prepare_heads
 from longshore.ops.ssd import prepare_ssd
 from longshore.settings import ScanKind
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +177,48 @@ def split_heads(
     return tuple(piece.unflatten(dim, shape) for piece, shape in zip(pieces, parts, strict=True))
 
 
+def ssd_tables(pack: PackContext, *, setting: TableSetting) -> None:
+    """The chunks of Mamba2's scan: those of its kernels, or those of plain torch.
+
+    A pack of sequences of 100 and 70 tokens gets "ssd chunks of 64", or "chunks of 64".
+    """
+    for bounds in scanned(pack, setting.scan):
+        if setting.has("triton"):
+            chunk_table(bounds, bounds.offsets[-1], HOST)
+            conv_spans(bounds, HOST)
+        elif not bounds.fixed:
+            _plain_chunks(bounds, setting)
+
+
+def delta_tables(pack: PackContext, *, setting: TableSetting) -> None:
+    """The spans of flash-linear-attention, which may refuse, and the chunks of plain torch.
+
+    A lane's own chunks of a shared pack need transitions, which only plain torch computes.
+    """
+    for bounds in scanned(pack, setting.scan):
+        if not bounds.fixed:
+            _plain_chunks(bounds, setting)
+        if setting.has("triton"):
+            conv_spans(bounds, HOST)
+        if bounds is pack.padded and setting.has("fla"):
+            filled_spans(bounds, bounds.offsets[-1], HOST)
+
+
+def _plain_chunks(bounds: Boundaries, setting: TableSetting) -> None:
+    """As large as they are on the device; their number is read on the host, so not for graphs."""
+    chunks(bounds, bounds.offsets[-1], chunk_rows(setting.device), HOST)
+
+
+def scanned(pack: PackContext, scan: ScanKind) -> list[Boundaries]:
+    """The boundaries that a lane scans: of whole sequences, and of its chunks of a shared pack.
+
+    With `auto` either may be: which one depends on the layer's heads.
+    """
+    if pack.zigzag is None or scan == "heads":
+        return [pack.padded]
+    return [pack.zigzag.chunks] if scan == "states" else [pack.padded, pack.zigzag.chunks]
+
+
 class Decay(Float32Parameters):
     """How each head forgets: its rate, −exp(A_log), and the bias of its step, dt_bias.
 
@@ -185,11 +242,6 @@ def copied(parameter: Tensor) -> Tensor:
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
 
-def conv_taps(channels: int, kernel: int, *, bias: bool) -> nn.Conv1d:
-    """Holds the taps (C, 1, K) of a causal convolution under their usual names; never called."""
-    return nn.Conv1d(channels, channels, kernel, groups=channels, bias=bias)
-
-
 class RecurrentMixer(ThreeStepMixer):
     """What both mixers share: convolution and scan of each pack, by whichever way it is served.
 
@@ -208,7 +260,7 @@ class RecurrentMixer(ThreeStepMixer):
     parts: tuple[tuple[int, int], ...]
     """Heads and width of each part of the convolution's channels."""
     conv1d: nn.Conv1d
-    """The taps (C, 1, K)."""
+    """Holds the taps (C, 1, K) of the convolution under their usual names; never called."""
     per_head: Decay
     """How the heads forget."""
 
@@ -276,7 +328,8 @@ class Mamba2(RecurrentMixer):
         group = (config.groups, config.state_dim)
         self.parts = ((config.heads, config.head_dim), group, group)
         self.in_proj = nn.Linear(width, config.projected, bias=config.bias)
-        self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=config.conv_bias)
+        conv = config.conv_dim
+        self.conv1d = nn.Conv1d(conv, conv, config.kernel, groups=conv, bias=config.conv_bias)
         self.per_head = Decay(config.heads, skip=True)
         self.norm = NormAfterGate(config.inner, config.norm_groups or config.groups, norm.eps)
         self.out_proj = nn.Linear(config.inner, width, bias=config.bias)
@@ -327,7 +380,8 @@ class DeltaNet(RecurrentMixer):
         self.parts = (key, key, (config.value_heads, config.value_dim))
         self.in_proj_qkvz = nn.Linear(width, config.conv_dim + config.values, bias=False)
         self.in_proj_ba = nn.Linear(width, 2 * config.value_heads, bias=False)
-        self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=False)
+        conv = config.conv_dim
+        self.conv1d = nn.Conv1d(conv, conv, config.kernel, groups=conv, bias=False)
         self.per_head = Decay(config.value_heads, skip=False)
         self.norm = NormBeforeGate(config.value_dim, norm.eps)
         self.out_proj = nn.Linear(config.values, width, bias=False)

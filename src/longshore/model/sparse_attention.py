@@ -32,8 +32,15 @@ from longshore.arch.part import Norm
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
-from longshore.model.host_tables import HOST, HostTableMaker, TableSetting
-from longshore.model.interface import Exchange, Mixed, Rows, ThreeStepMixer, joined
+from longshore.model.interface import (
+    Exchange,
+    HostTableMaker,
+    Mixed,
+    Rows,
+    TableSetting,
+    ThreeStepMixer,
+    joined,
+)
 from longshore.model.norm_rope import Float32Parameters, RMSNorm, Tables, rope_at
 from longshore.model.recurrent import copied
 from longshore.ops.boundaries import table, to_device
@@ -71,8 +78,8 @@ class EntryKind:
         return EntryKind(config.window, config.ratio, config.index is not None)
 
     def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
-        """Makes the tables on the host, see model/host_tables.py."""
-        entry_tables(pack, self, HOST)
+        """Makes the tables on the host."""
+        entry_tables(pack, self, torch.device("cpu"))
 
     def __str__(self) -> str:
         overlap = ", overlapping" if self.overlap else ""

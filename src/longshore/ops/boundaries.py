@@ -19,7 +19,7 @@ T rows, S sequences; M chunks of Q rows.
 Tables of boundaries that kernels read, made on the host; they need neither Triton nor fla.
 
 In: boundaries, rows, the device of the rows. Out: tables that layers and rounds share. The loader
-makes them ahead (model/host_tables.py); one that is missing is made here, at its first use.
+makes them ahead (model/interface.py); one that is missing is made here, at its first use.
 
 The chunks of Mamba2's scan: sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3),
 (3, 64), (67, 6). The spans with rows of the delta rule: of spans of 0, 3 and 70 rows the last two,

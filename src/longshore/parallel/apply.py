@@ -63,7 +63,7 @@ def parallelize(
         )
     row_ranks = topology.groups.tp if topology.tp > 1 else None
     exchanges = CPExchanges(
-        groups, attention=choices.attention, scan=choices.scan, row_ranks=row_ranks
+        groups=groups, attention=choices.attention, scan=choices.scan, row_ranks=row_ranks
     )
     set_exchanges(model, exchanges)
     for block in model.blocks():  # Layer says which of these is inside of which

@@ -16,6 +16,8 @@ With CP size 2 and one sequence of 8 tokens lane 0 holds rows 0 1 6 7 and lane 1
 T rows of the lane; N = size·T of the pack.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,21 +38,14 @@ from longshore.plan.cost import Ints
 from longshore.settings import AttentionKind, ScanKind
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CPExchanges(Exchanges):
     """The exchanges of packs of any CP size. row_ranks: those that share the lane's rows."""
 
-    def __init__(
-        self,
-        groups: CPGroups,
-        *,
-        attention: AttentionKind = "auto",
-        scan: ScanKind = "auto",
-        row_ranks: ProcessGroup | None = None,
-    ) -> None:
-        self.groups = groups
-        self.attention = attention
-        self.scan = scan
-        self.row_ranks = row_ranks
+    groups: CPGroups
+    attention: AttentionKind
+    scan: ScanKind
+    row_ranks: ProcessGroup | None
 
     def shared(self, pack: PackContext) -> Exchange:
         return GroupExchange(pack, self.groups.group(pack.group.first_lane, pack.group.cp_size))

@@ -21,13 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.arch.cuts import Axis, TensorCut
-from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.collectives import broadcast
 from longshore.distributed.topology import Topology
 from longshore.model.interface import LanguageModel
 from longshore.parallel.fsdp import gathered
 from longshore.parallel.pipeline import Model, cut_tensors_by_name, tensor_names, whole_name
-from longshore.plan.layout import Layout
 
 
 class _RankPart(NamedTuple):
@@ -52,7 +50,10 @@ def gathered_tensors(
         for name in filter(only, mine):
             yield name, _brought(mine[name], topology, owner=0)
         return
-    owners = _owners(model.config, model.layout)
+    owners: dict[str, int] = {}  # the pipeline rank that has each tensor; of copies the first
+    for number, stage in enumerate(model.layout.stages):
+        for name in tensor_names(model.config, stage):
+            owners.setdefault(whole_name(model.config, name), model.layout.rank_of(number))
     for name in filter(only, tensor_names(model.config)):
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
@@ -135,12 +136,3 @@ def _place(part: Tensor, cut: TensorCut, whole: Tensor) -> None:
         if not span.copy:
             whole.narrow(cut.dim, span.start, size).copy_(part.narrow(cut.dim, at, size))
         at += size
-
-
-def _owners(config: DecoderConfig, layout: Layout) -> dict[str, int]:
-    """The pipeline rank that has each tensor; of copies the first."""
-    owners: dict[str, int] = {}
-    for number, stage in enumerate(layout.stages):
-        for name in tensor_names(config, stage):
-            owners.setdefault(whole_name(config, name), layout.rank_of(number))
-    return owners

@@ -31,7 +31,6 @@ from longshore.distributed.topology import Topology, destroy_groups, new_group_i
 from longshore.model.decoder import Decoder
 from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, local_part
-from longshore.parallel.shards import cuts_by_name
 from longshore.plan.layout import Action, Kind, Layout, Stage, make_order, one_stage
 from longshore.plan.simulate import Batch, Message, Queue, pipeline_walk, rank_queues, walk
 from longshore.plan.types import Plan
@@ -75,13 +74,12 @@ def layout_of(model: Model) -> Layout:
 
 def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
     """Parameters, then saved buffers, by their names in the whole decoder, each with its cut."""
-    cuts = {part: cuts_by_name(part) for part in stages_of(model).values()}
-    for part, of_part in cuts.items():
+    for part in stages_of(model).values():
         for name, parameter in part.named_parameters():
-            yield whole_name(model.config, name), parameter, of_part.get(name)
-    for part, of_part in cuts.items():
+            yield whole_name(model.config, name), parameter, part.cuts.get(name)
+    for part in stages_of(model).values():
         for name, buffer in saved_buffers(part):
-            yield name, buffer, of_part.get(name)
+            yield name, buffer, None
 
 
 def saved_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -378,7 +376,10 @@ class _Pass:
 
     def run(self, action: Action) -> None:
         self.handlers.begin(action)
-        rows = self._incoming(action)
+        stage = self._part(action).stage
+        is_first = stage.embed if action.kind == "forward" else stage.head
+        # The rows from the stage before, or their gradient from the one after.
+        rows = None if is_first else self.mailbox.take(action)
         begin = Timestamp(self.executor.topology.device)  # waiting for rows is not work
         if action.kind == "forward":
             self._forward(action, rows)
@@ -388,12 +389,6 @@ class _Pass:
         self._left[action.round] -= 1
         if not self._left[action.round]:
             del self._on_device[action.round]
-
-    def _incoming(self, action: Action) -> Tensor | None:
-        """The rows from the stage before, or their gradient from the one after."""
-        stage = self._part(action).stage
-        is_first = stage.embed if action.kind == "forward" else stage.head
-        return None if is_first else self.mailbox.take(action)
 
     def _forward(self, action: Action, x: Tensor | None) -> None:
         part, batch = self._part(action), self._batch(action.round)
