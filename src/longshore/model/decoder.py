@@ -15,6 +15,7 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,11 +237,11 @@ class Decoder(LanguageModel):
         if stage is None:
             (stage,) = one_stage(layers=len(config.layers), depths=len(config.mtp)).stages
         _check_stage(config, stage)
-        depths = [config.mtp[index] for index in stage.depths]
         self.config = config
         self.stage = stage
         self.reads_ids = any(number in stage.layers for number in config.hashed_layers)
         self.row_ranks = 1  # how many ranks share a lane's rows; set by parallel/tensor.py
+        depths = (config.mtp[index] for index in stage.depths)
         self.ropes = ropes_of([*(config.layers[index] for index in stage.layers), *depths])
         self.tied = config.tied and stage.has_embedding and stage.head
         self.embed = None
@@ -248,22 +249,16 @@ class Decoder(LanguageModel):
             # Where the pad token is an input, its row gets no gradient; a tied head's still comes.
             pad = config.pad_token_id
             self.embed = nn.Embedding(config.vocab_size, config.width, padding_idx=pad)
-        self.layers = nn.ModuleDict(
-            {
-                str(index): Block(config.layers[index], config.width, norm=config.norm)
-                for index in stage.layers
-            }
-        )
+        make_block = partial(Block, width=config.width, norm=config.norm)
+        self.layers = nn.ModuleDict({str(i): make_block(config.layers[i]) for i in stage.layers})
         self.collapse = None
         if stage.norm and config.residuals is not None:
             self.collapse = Collapse(config.residuals, config.width, norm_eps=config.norm_eps)
         self.norm = RMSNorm(config.width, config.norm) if stage.norm else None
         self.head = Head(config, tied=self.tied) if stage.head else None
+        make_depth = partial(MTPDepth, width=config.width, norm=config.norm)
         self.mtp = nn.ModuleDict(
-            {
-                str(index): MTPDepth(layer, config.width, depth=index + 1, norm=config.norm)
-                for index, layer in zip(stage.depths, depths, strict=True)
-            }
+            {str(i): make_depth(config.mtp[i], depth=i + 1) for i in stage.depths}
         )
         if config.lora is not None:
             add_factors(self, config.lora)

@@ -115,17 +115,16 @@ class Router(Float32Parameters):
         logits_TE = nn.functional.linear(x_TC.to(wide), self.weight.to(wide))
         scores_TE = SCORES[self.config.score](logits_TE)
         with torch.no_grad():
-            ids_TK = self._ids(scores_TE, token_ids)
+            if self.table is None:
+                biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
+                ids_TK = choose(biased_TE, self.config)
+            else:
+                assert token_ids is not None, "the decoder puts token ids into the context"
+                ids_TK = self.table.index_select(0, token_ids)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalise:
             weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + TINY)
         return ids_TK, weights_TK * self.config.scale, scores_TE
-
-    def _ids(self, scores_TE: Tensor, token_ids: Tensor | None) -> Tensor:
-        if self.table is None:
-            return choose(scores_TE if self.bias is None else scores_TE + self.bias, self.config)
-        assert token_ids is not None, "the decoder puts token ids into the context of such layers"
-        return self.table.index_select(0, token_ids)
 
 
 def choose(scores_TE: Tensor, config: MoEConfig) -> Tensor:

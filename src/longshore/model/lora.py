@@ -34,9 +34,7 @@ B_STD = 0.0
 
 
 def add_factors(
-    model: nn.Module,
-    config: LoRAConfig,
-    linears: Iterable[tuple[str, nn.Linear]] | None = None,
+    model: nn.Module, config: LoRAConfig, linears: Iterable[tuple[str, nn.Linear]] | None = None
 ) -> None:
     """Puts factors beside the targets, and freezes all else, in place.
 

@@ -114,11 +114,9 @@ class Prepared(Protocol):
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The transition of each span (S, H, …), and its final state from 0."""
-        ...
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, V), and the final state of each span."""
-        ...
 
 
 def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:

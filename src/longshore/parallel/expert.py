@@ -13,10 +13,8 @@ One row for each token and rank that has at least one of its experts. 4 experts 
     positions_TN  [[0, 3], [1, 2], [3, 3]]     the rows of each token; 3 = M is a row of zeros
 
 A rank copies each row that came for each of its own experts that the row chose, rank 0 the rows of
-t0 t0 t1, and adds up what they make of it in the same way.
-
-Taking rows by `rows_M` and summing them by `positions_TN` are each other's backward, so nothing is
-added in an order that threads choose. Rows travel in their own dtype; sums are made in float32 at
+t0 t0 t1, and adds up what they make of it in the same way. Taking rows and summing them are each
+other's backward, so nothing is added in an order that threads choose. Sums are made in float32 at
 least, and rounded more often than without EP: for each expert, for each rank, and for all.
 
 T tokens, K experts a token, C channels, R ranks, M rows sent or received, P choices of received
@@ -147,10 +145,7 @@ def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _counts(chosen_TR: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], int]:
-    """Rows for each rank of the group, rows from each, and P. Every rank calls it.
-
-    Here the host waits for the device, once a layer.
-    """
+    """Rows for each rank of the group, rows from each, and P; the host waits for the device."""
     counts_R2 = torch.stack([(chosen_TR > 0).sum(0), chosen_TR.sum(0)], dim=1)
     ones = [1] * group.size()
     coming_R2 = all_to_all(counts_R2, group, sends=ones, receives=ones)

@@ -124,15 +124,9 @@ def _joined(values: Tensor | None, part: _RankPart | None, topology: Topology) -
         assert received is not None
         broadcast(received, group, source=source)
         if topology.rank == 0:
-            _place(received, theirs.cut, whole)
+            dim, spans = theirs.cut.dim, theirs.cut.spans
+            sizes = [span.stop - span.start for span in spans]
+            for block, span, size in zip(received.split(sizes, dim), spans, sizes, strict=True):
+                if not span.copy:
+                    whole.narrow(dim, span.start, size).copy_(block)
     return whole
-
-
-def _place(part: Tensor, cut: TensorCut, whole: Tensor) -> None:
-    """Copies the spans of a part to where they are in the whole tensor."""
-    at = 0
-    for span in cut.spans:
-        size = span.stop - span.start
-        if not span.copy:
-            whole.narrow(cut.dim, span.start, size).copy_(part.narrow(cut.dim, at, size))
-        at += size

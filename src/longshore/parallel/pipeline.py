@@ -46,12 +46,8 @@ class Stages(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout
-        self.parts = nn.ModuleDict(
-            {
-                str(number): Decoder(config, layout.stages[number])
-                for number in layout.of_rank(pp_rank)
-            }
-        )
+        stages = {str(number): layout.stages[number] for number in layout.of_rank(pp_rank)}
+        self.parts = nn.ModuleDict({key: Decoder(config, stage) for key, stage in stages.items()})
 
 
 Model = LanguageModel | Stages
