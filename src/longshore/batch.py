@@ -64,10 +64,6 @@ class Boundaries:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """(start, stop) of each sequence."""
-        return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
-
     def map_tensors(self, change: Callable[[str, Tensor], Tensor]) -> "Boundaries":
         """A copy with each tensor, those of tables too, replaced by change(path, tensor)."""
         return _map_tensors(self, change)
@@ -366,5 +362,5 @@ def _walk(value: Any, change: Callable[[str, Tensor], Tensor], path: str) -> Any
 
 
 def _is_numbers(value: tuple[object, ...]) -> bool:
-    """Of a tuple that may be long, such as offsets, only the ends are looked at."""
+    """Looks at the ends alone: a tuple of numbers, such as offsets, may be long."""
     return not value or (isinstance(value[0], int) and isinstance(value[-1], int))

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def dense(ctx, apart, q_THD, k_TKD, v_TKD):
     made = []
     group = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
-    for start, stop in ctx.packs[0].padded.pairs():
+    for start, stop in pairwise(ctx.packs[0].padded.offsets):
         q, k, v = (x[start:stop].transpose(0, 1) for x in (q_THD, k_THD, v_THD))
         made.append((torch.softmax(q @ k.mT * scale, -1) @ v).transpose(0, 1))
     return torch.cat(made)

@@ -11,7 +11,7 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import forward_flops, make_layout
 from longshore.arch.decoder import DecoderConfig, HyperConfig, LayerConfig, with_balance
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.memory import sent_width
+from longshore.arch.memory import RankSetting, sent_width
 
 MOE = MoEConfig(experts=4, top_k=2, width=8, bias_update=0.01)
 HASHED = MoEConfig(experts=4, top_k=2, width=8, hash_rows=10)
@@ -60,7 +60,10 @@ def test_a_rank_reads_token_ids_where_a_layer_chooses_experts_by_them():
 
 
 def test_memory_grows_with_the_rows():
-    plain, hyper = (expected_peak(config(r), tokens=4096) for r in (None, HyperConfig(count=4)))
+    plain, hyper = (
+        expected_peak(config(residuals), RankSetting(), tokens=4096)
+        for residuals in (None, HyperConfig(count=4))
+    )
     assert hyper.activations > plain.activations + 4096 * 5 * 64 * (2 + 4)
 
 

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -103,10 +105,10 @@ def check_packs(plan: Plan, ctx: SeqContext, lane: int) -> None:
         for part in parts:
             assert part.cu_seqlens.dtype == torch.int32
             assert part.cu_seqlens.tolist() == list(part.offsets)
-            assert part.longest == max(b - a for a, b in part.pairs())
-        for a, b in pack.padded.pairs():
+            assert part.longest == max(b - a for a, b in pairwise(part.offsets))
+        for a, b in pairwise(pack.padded.offsets):
             assert b > a
-        for row, (a, b) in enumerate(pack.local.pairs()):
+        for row, (a, b) in enumerate(pairwise(pack.local.offsets)):
             index = ctx.sequence_index[pack.rows][a:b]
             own = pack.first_sequence + row
             assert set(index.tolist()) <= {own, len(ctx.sequences)}
@@ -122,19 +124,19 @@ def check_group(members: list[SeqContext], first_lane: int, cp_size: int) -> Non
     ]
     assert [pack.group.cp_rank for _, pack in found] == list(range(cp_size))
     gathered = torch.cat([ctx.positions[pack.rows] for ctx, pack in found])
-    whole = [p for a, b in found[0][1].padded.pairs() for p in range(b - a)]
+    whole = [p for a, b in pairwise(found[0][1].padded.offsets) for p in range(b - a)]
     for ctx, pack in found:
         assert pack.padded.offsets == found[0][1].padded.offsets
         natural = gathered.index_select(0, pack.zigzag.to_natural)
         assert natural.tolist() == whole
         assert torch.equal(natural.index_select(0, pack.zigzag.to_shards), gathered)
-        chunks = [ctx.positions[pack.rows][a:b] for a, b in pack.zigzag.chunks.pairs()]
+        chunks = [ctx.positions[pack.rows][a:b] for a, b in pairwise(pack.zigzag.chunks.offsets)]
         for early, late in zip(chunks[::2], chunks[1::2], strict=True):
             size, k, rank = len(early), cp_size, pack.group.cp_rank
             assert early.tolist() == list(range(rank * size, (rank + 1) * size))
             assert late.tolist() == [(2 * k - 1 - rank) * size + i for i in range(size)]
         seen = gathered.index_select(0, pack.zigzag.visible_rows)
-        for chunk, (a, b) in zip(chunks, pack.zigzag.visible.pairs(), strict=True):
+        for chunk, (a, b) in zip(chunks, pairwise(pack.zigzag.visible.offsets), strict=True):
             assert seen[a:b].tolist() == list(range(int(chunk[-1]) + 1))
 
 

@@ -11,7 +11,7 @@ from longshore.arch.presets import preset
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.batch import Boundaries, Counts, MicroBatch
 from longshore.data.pack import context_batches, lane_context
-from longshore.model import host_tables
+from longshore.model import interface
 from longshore.model.registry import table_makers
 from longshore.model.sparse_attention import EntryKind, entry_tables
 from longshore.ops.boundaries import chunk_table, chunks, filled_spans
@@ -29,7 +29,7 @@ SINCE, SPAN = "conv: rows since the start", "conv: span of each row"
 def packages(monkeypatch):
     """The packages with kernels that are installed: none, until a test adds some."""
     names = set()
-    monkeypatch.setattr(host_tables, "is_installed", lambda package: package in names)
+    monkeypatch.setattr(interface, "is_installed", lambda package: package in names)
     return names
 
 
@@ -87,7 +87,7 @@ def test_tables_travel(lengths, cp_size):
     """Through a skeleton and tensors, pickled, an op finds the values that it would make."""
     plan = make_plan(lengths, lanes=2, capacity=512, policy="static", cp_size=cp_size)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(host_tables, "is_installed", lambda package: True)
+        monkeypatch.setattr(interface, "is_installed", lambda package: True)
         makers = table_makers(preset("tiny-hybrid"), scan="auto", device=GPU)
         copy = travelled(plan, makers, lengths)
     for pack in copy.ctx.packs:

@@ -15,12 +15,12 @@ from longshore.plan.layout import parse_layout
 
 @pytest.mark.parametrize("shape", [(1000, 700), (5,), (3, BLOCK_VALUES + 1), (64, 4, 9)])
 def test_cuts_do_not_show(shape):
-    whole = fill_rows("w", shape, 0, shape[0], seed=1, std=1.0)
+    whole = fill_rows("w", shape, slice(0, shape[0]), seed=1, std=1.0)
     assert whole.shape == shape
     for parts in (2, 3, 5):
         step = -(-shape[0] // parts)
         starts = [min(i * step, shape[0]) for i in range(parts + 1)]
-        pieces = [fill_rows("w", shape, a, b, seed=1, std=1.0) for a, b in pairwise(starts)]
+        pieces = [fill_rows("w", shape, slice(a, b), seed=1, std=1.0) for a, b in pairwise(starts)]
         assert torch.equal(torch.cat(pieces), whole)
 
 
@@ -28,7 +28,7 @@ def test_only_the_blocks_of_a_range_are_made(monkeypatch):
     made = []
     draw = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *s, **k: made.append(s) or draw(*s, **k))
-    got = fill_rows("w", (4096, 4096), 100, 200, seed=1, std=1.0)
+    got = fill_rows("w", (4096, 4096), slice(100, 200), seed=1, std=1.0)
     assert got.shape == (100, 4096)
     assert made == [(64, 4096)] * 3
 
@@ -37,7 +37,7 @@ def test_name_seed_and_block_matter():
     rows = BLOCK_VALUES // 256
 
     def of(name, seed):
-        return fill_rows(name, (2 * rows, 256), 0, 2 * rows, seed=seed, std=1.0)
+        return fill_rows(name, (2 * rows, 256), slice(0, 2 * rows), seed=seed, std=1.0)
 
     base = of("a", 1)
     assert torch.equal(base, of("a", 1))
@@ -48,7 +48,7 @@ def test_name_seed_and_block_matter():
 
 def test_rows_outside():
     with pytest.raises(ValueError, match="rows 2 to 6 of w do not exist; it has 5"):
-        fill_rows("w", (5,), 2, 6, seed=0)
+        fill_rows("w", (5,), slice(2, 6), seed=0)
 
 
 def test_sizes_of_the_first_values():

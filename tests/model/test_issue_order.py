@@ -32,8 +32,7 @@ def issued(packs: list[Shared], heads: frozenset[int]) -> list[Op]:
     sizes = [pack.cp_size for pack in rest]
 
     def begun(which: str, steps) -> list[Op]:
-        return [op(f"{which} {step.action}", rest[step.pack]) for step in steps
-                if step.action != "attend"]  # fmt: skip
+        return [op(f"{which} {action}", rest[pack]) for action, pack in steps if action != "attend"]
 
     def op(name: str, pack: Shared) -> Op:
         return Op(name, pack.first_lane, pack.cp_size, pack.number)
@@ -117,7 +116,7 @@ def test_the_simulation_finds_a_deadlock() -> None:
 
 
 def words(steps, sizes: list[int]) -> str:
-    return ", ".join(f"{step.action} {sizes[step.pack]}" for step in steps)
+    return ", ".join(f"{action} {sizes[pack]}" for action, pack in steps)
 
 
 def test_worked_example() -> None:
@@ -135,20 +134,20 @@ def test_every_pack_once_and_at_most_one_gather_ahead(sizes: list[int]) -> None:
     sizes.sort(reverse=True)
     steps = forward_steps(sizes)
     shared = [place for place, size in enumerate(sizes) if size > 1]
-    assert [step.pack for step in steps if step.action == "gather"] == shared
-    assert sorted(s.pack for s in steps if s.action == "attend") == list(range(len(sizes)))
+    assert [pack for action, pack in steps if action == "gather"] == shared
+    assert sorted(pack for action, pack in steps if action == "attend") == list(range(len(sizes)))
     travelling = set()
     for action, pack in steps:
         (travelling.add if action == "gather" else travelling.discard)(pack)
         assert len(travelling) <= 2
     backward = backward_steps(sizes)
-    assert [step.pack for step in backward if step.action == "reduce"] == shared
+    assert [pack for action, pack in backward if action == "reduce"] == shared
     for place in shared:
-        order = [step.action for step in backward if step.pack == place]
+        order = [action for action, pack in backward if pack == place]
         assert order == ["gather", "attend", "reduce"]
 
 
 @pytest.mark.parametrize("steps", [forward_steps, backward_steps])
 def test_a_lane_without_shared_packs_begins_nothing(steps) -> None:
-    assert [step.action for step in steps([1, 1])] == ["attend", "attend"]
+    assert [action for action, _ in steps([1, 1])] == ["attend", "attend"]
     assert steps([]) == []

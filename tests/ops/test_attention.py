@@ -1,5 +1,5 @@
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -213,7 +213,7 @@ def test_a_run_is_the_same_in_every_bit_whatever_lies_beside_it(dtype, kv_heads)
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in drawn)
     out = attention(q, k, v, bounds=bounds)
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-    for start, stop in bounds.pairs():
+    for start, stop in pairwise(bounds.offsets):
         own = [x.detach()[start:stop].clone().requires_grad_() for x in (q, k, v)]
         alone = attention(*own)
         assert torch.equal(alone, out[start:stop])

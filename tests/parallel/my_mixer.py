@@ -8,7 +8,7 @@ from torch import nn
 from longshore.arch.attention import causal_pairs
 from longshore.arch.cuts import TPUnits
 from longshore.arch.part import Part, Product, Saved
-from longshore.model.interface import LOCAL, ThreeStepMixer, over_packs
+from longshore.model.interface import ThreeStepMixer, over_packs
 from longshore.model.registry import register_mixer
 from longshore.ops.attention import attention
 
@@ -63,7 +63,6 @@ class Mean(ThreeStepMixer):
         self.config = config
         self.in_proj = nn.Linear(width, config.heads * config.head_dim, bias=False)
         self.out_proj = nn.Linear(config.heads * config.head_dim, width, bias=False)
-        self.exchanges = LOCAL
 
     def before(self, x_TC, tables):
         return (self.in_proj(x_TC).unflatten(-1, (self.config.heads, -1)),), ()

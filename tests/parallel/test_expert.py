@@ -48,11 +48,11 @@ def test_the_worked_example():
     assert copies.rows.tolist() == [0, 1, 1]
     assert copies.positions.tolist() == [[0, 3], [1, 2], [3, 3]]
     came = torch.tensor([[0.5, 0.5, 0, 1], [0.25, 0.75, 3, 0]])  # weights and ids of t0 and t1
-    own = own_choices(came, 2, 0, 3)
-    assert own.copies.rows.tolist() == [0, 0, 1]
-    assert own.copies.positions.tolist() == [[0, 1], [2, 3]]
-    assert own.ids.flatten().tolist() == [0, 1, 0]
-    assert own.weights.flatten().tolist() == [0.5, 0.5, 0.75]
+    copies, own_ids, weights = own_choices(came, 2, 0, 3)
+    assert copies.rows.tolist() == [0, 0, 1]
+    assert copies.positions.tolist() == [[0, 1], [2, 3]]
+    assert own_ids.flatten().tolist() == [0, 1, 0]
+    assert weights.flatten().tolist() == [0.5, 0.5, 0.75]
 
 
 @pytest.mark.property
@@ -98,14 +98,14 @@ def test_every_choice_is_one_rank_s_own(routing):
             if first <= expert < first + each
         ]
         assert chosen[:, rank].sum().item() == len(pairs)
-        own = own_choices(choices, each, rank, len(pairs))
-        numbers = (own.copies.rows, own.ids.flatten(), own.weights.flatten())
+        copies, own_ids, own_weights = own_choices(choices, each, rank, len(pairs))
+        numbers = (copies.rows, own_ids.flatten(), own_weights.flatten())
         assert list(zip(*(each.tolist() for each in numbers), strict=True)) == pairs
         y = torch.arange(1.0, len(pairs) + 1)[:, None]
         sums = [
             sum(n for n, pair in enumerate(pairs, 1) if pair[0] == row) for row in range(len(ids))
         ]
-        assert sum_rows(y, own.copies.positions).flatten().tolist() == sums
+        assert sum_rows(y, copies.positions).flatten().tolist() == sums
 
 
 @pytest.mark.property

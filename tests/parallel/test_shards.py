@@ -13,6 +13,7 @@ from longshore.arch.cuts import Span, TensorCut, TPRank
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
+from longshore.model.interface import LanguageModel
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.parallel import shards
 from longshore.parallel.fsdp import split_dim
@@ -117,9 +118,11 @@ def test_each_rank_asks_for_its_blocks_alone():
     with torch.device("meta"):
         inner = nn.Linear(3, 4)
         inner.register_buffer("bias_of_routing", torch.empty(2))
-    inner.cuts = {"weight": TensorCut(1, 6, (Span(0, 1), Span(4, 6)))}
-    model = nn.ModuleDict({"inner": inner})
-    assert cuts_by_name(model) == {"inner.weight": inner.cuts["weight"]}
+    model = LanguageModel()
+    model.inner = inner
+    model.cuts["inner.weight"] = TensorCut(1, 6, (Span(0, 1), Span(4, 6)))
+    stages = nn.ModuleDict({"3": model})
+    assert cuts_by_name(stages) == {"3.inner.weight": model.cuts["inner.weight"]}
     asked = []
 
     def block(name, shape, index):

@@ -86,9 +86,9 @@ def by_hand(config: DecoderConfig, samples: dict[int, Sample]) -> ByHand:
             weight = MTP_WEIGHT / len(config.mtp) if d else 1.0
             nll = nll_of(model, hidden[:-1], text[d + 1 :], mask[d + 1 :])
             loss = loss + weight * nll / labels[d]
-            for number, out in chosen.items():
+            for number, (ids, _, scores) in chosen.items():
                 layer = experts[number].config
-                part_of = balance_of(layer, out.scores, out.ids, counts[number])
+                part_of = balance_of(layer, scores, ids, counts[number])
                 balance = balance + part_of / positions[d]
     (loss + balance).backward()
     gradients = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.ranks.spine import batches_of, exact, lanes_of, make_samples, sharded
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.distributed.recording import Recording, recorded
+from longshore.distributed.recording import Operation, recorded
 from longshore.parallel.fsdp import begin_round
 from longshore.plan import make_plan
 
@@ -19,14 +19,14 @@ Calls = list[tuple[str, int]]
 class Counted:
     """What a block issued: kinds, and bytes from other ranks as if each sent directly."""
 
-    recording: Recording
+    operations: list[Operation]
 
     @property
     def log(self) -> Calls:
         """Broadcasts are counted on their source, too."""
         return [
             (o.kind, o.bytes * (1 if o.kind in ("all_to_all", "broadcast") else len(o.group) - 1))
-            for o in self.recording.operations
+            for o in self.operations
         ]
 
     def calls(self, kind: str | None = None) -> int:

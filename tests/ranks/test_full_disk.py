@@ -1,6 +1,7 @@
 """A disk that fills while rank 0 writes what all ranks produce: every rank ends, with one error."""
 
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,8 +178,12 @@ def test_scores_that_cannot_be_written_end_all_ranks(tmp_path):
 def test_items_that_cannot_be_produced_end_without_an_agreement(monkeypatch):
     """The other ranks are in the collectives of another item: there is nobody to agree with."""
     agreements, written = [], []
-    monkeypatch.setattr(shared_stream, "agree", lambda *given: agreements.append(given))
-    monkeypatch.setattr(shared_stream, "agreed", None)
+
+    def agreed(groups):
+        agreements.append(groups)
+        return nullcontext()
+
+    monkeypatch.setattr(shared_stream, "agreed", agreed)
 
     def items():
         yield from "ab"

@@ -18,7 +18,6 @@ from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.model import lora
 from longshore.model.decoder import Decoder
-from longshore.model.fill import Fill
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
@@ -63,7 +62,7 @@ IN_EACH_RUN = {(4, 1, 1, 1): 4, (2, 2, 1, 2): 1, (2, 1, 2, 1): 1}
 
 
 def run_cases(lanes: int, tp: int, pp: int, ep: int, count: int) -> list[str]:
-    lora.FACTOR_FILLS["b"] = Fill(own_std=0.3)  # a gets no gradient while b is 0
+    lora.B_STD = 0.3  # a gets no gradient while b is 0
     faults = []
     with ranks_of(lanes=lanes, tp=tp, pp=pp, ep=ep) as (topology, groups):
         for number, (name, factors, text, mode, recompute) in enumerate(
@@ -105,7 +104,7 @@ def test_factors_get_the_gradients_of_each_sequence_alone(
 
 def held_narrow(mode: str) -> list[str]:
     """Gradients that differ if what is frozen is held in the dtype of the arithmetic, float32."""
-    lora.FACTOR_FILLS["b"] = Fill(own_std=0.3)
+    lora.B_STD = 0.3
     config = replace(hybrid(), lora=ALL)
     with ranks_of(lanes=2) as (topology, groups):
         plan = make_plan([1, 17, 40, 5], lanes=2, capacity=40)

@@ -120,14 +120,14 @@ def test_halos_as_looked_up(cp_size: int, halo: int) -> None:
     ]
     routes = [halo_route(padded, halo, cp_rank=lane, cp_size=cp_size) for lane in lanes]
     sent = []
-    for shard, route in zip(shards, routes, strict=True):
-        stops = np.cumsum(route.sends)
-        rows = [shard[row] for row in route.sent]
-        sent.append([rows[b - n : b] for n, b in zip(route.sends, stops, strict=True)])
-    for lane, route in enumerate(routes):
+    for shard, (taken, _, sends, _) in zip(shards, routes, strict=True):
+        stops = np.cumsum(sends)
+        rows = [shard[row] for row in taken]
+        sent.append([rows[b - n : b] for n, b in zip(sends, stops, strict=True)])
+    for lane, (_, received, _, receives) in enumerate(routes):
         got = [row for source in lanes for row in sent[source][lane]]
-        assert [len(sent[source][lane]) for source in lanes] == list(route.receives)
-        found = dict(zip(route.received.tolist(), got, strict=True))
+        assert [len(sent[source][lane]) for source in lanes] == list(receives)
+        found = dict(zip(received.tolist(), got, strict=True))
         for i, n in enumerate(padded):
             for late, c in enumerate((lane, 2 * cp_size - 1 - lane)):
                 for j in range(halo):

@@ -110,7 +110,7 @@ def values_of(name: str, shape) -> torch.Tensor:
     """Of a tensor of the state: first values of parameters, and others of buffers and moments."""
     if name in parameters():
         return parameters()[name]
-    return fill_rows(name, shape, 0, shape[0], seed=1, std=1.0).double()
+    return fill_rows(name, shape, slice(0, shape[0]), seed=1, std=1.0).double()
 
 
 def pairs_of(checkpoints: Checkpoints):

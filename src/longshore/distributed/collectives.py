@@ -1,20 +1,15 @@
 """Collectives, differentiable for activations and plain for the rest; errors raised on all ranks.
 
 In: this rank's tensor and a process group. Out: the result over all ranks of the group. Sums are
-plain sums; nothing is averaged. Every rank of the group must call, and must run the backward.
+plain sums; nothing is averaged. Every rank of the group must call, and must run the backward. Rows
+are sent as bytes, so every dtype works; only sums need a dtype that the backend can add.
 
 Two ranks with shards [1, 2] and [3, 4]: `gather` gives both [1, 2, 3, 4], and their gradients
 [a, b, c, d] and [e, f, g, h] come back summed and scattered, [a+e, b+f] and [c+g, d+h];
 `reduce_scatter` is the reverse. `all_to_all` with sends [0, 2] on the first rank and [1, 1] on the
 second gives them [3] and [1, 2, 4], and sends gradients back to where the rows came from.
 `begin_gather(shard, group)` returns at once and its `wait()` gives [1, 2, 3, 4]; what is computed
-in between runs at the same time. In a group of one rank nothing is sent. Rows are sent as bytes, so
-every dtype works; only sums need a dtype that the backend can add.
-
-`agreed`: an error of one rank is raised on all, so that none waits for one that is gone.
-
-    with agreed(groups):
-        source = open_sequences(config, decoder)        fails on rank 3: all ranks raise
+in between runs at the same time. In a group of one rank nothing is sent.
 """
 
 import hashlib
@@ -67,7 +62,6 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: gather.
     """
-    _check_even(whole, group)
     return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
 
 
@@ -106,21 +100,14 @@ def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
 
 def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
     """As `reduce_scatter`, without waiting for it and without autograd."""
-    _check_even(whole, group)
     if group.size() == 1:
         return Begun(None, whole, whole)
+    rows, ranks = whole.shape[0], group.size()
+    assert rows % ranks == 0, f"{rows} rows cannot be scattered evenly over {ranks} ranks"
     sent = whole.detach().contiguous()
-    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    part = whole.new_empty(rows // ranks, *whole.shape[1:])
     work = _reduce_scatter(part, sent, group=group, async_op=True)
     return Begun(work, part, sent)
-
-
-def _check_even(whole: Tensor, group: ProcessGroup) -> None:
-    if whole.shape[0] % group.size():
-        raise ValueError(
-            f"{whole.shape[0]} rows cannot be scattered evenly over {group.size()} ranks; "
-            "pad them to a multiple"
-        )
 
 
 def all_to_all(
@@ -131,22 +118,11 @@ def all_to_all(
     Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects must
     be what the other sends. Backward: the same with sends and receives swapped.
     """
-    size = group.size()
-    if len(sends) != size or len(receives) != size:
-        raise ValueError(
-            f"all_to_all over {size} ranks needs {size} sends and {size} receives; "
-            f"there are {len(sends)} and {len(receives)}"
-        )
-    if sum(sends) != rows.shape[0] or min(*sends, *receives) < 0:
-        raise ValueError(
-            f"sends are {list(sends)}, receives {list(receives)}; none may be negative, and the "
-            f"sends must add up to the tensor's {rows.shape[0]} rows"
-        )
-    mine = group.rank()
-    if sends[mine] != receives[mine]:
-        raise ValueError(
-            f"rank {mine} sends itself {sends[mine]} rows but expects {receives[mine]}"
-        )
+    size, mine = group.size(), group.rank()
+    assert len(sends) == len(receives) == size, f"{size} ranks need as many sends and receives"
+    assert sum(sends) == rows.shape[0], f"sends must add up to the tensor's {rows.shape[0]} rows"
+    assert min(*sends, *receives) >= 0, "none may be negative"
+    assert sends[mine] == receives[mine], f"rank {mine} sends itself other rows than it expects"
     return rows if size == 1 else _apply(_AllToAll, rows, group, tuple(sends), tuple(receives))
 
 
@@ -168,8 +144,7 @@ def max_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
     """Overwrites `tensor` with that of the group's rank `source`, and returns it. No gradient."""
-    if not tensor.is_contiguous():
-        raise ValueError("broadcast writes in place and needs a contiguous tensor")
+    assert tensor.is_contiguous(), "it is written in place"
     if group.size() > 1:
         with torch.no_grad():
             dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
@@ -234,11 +209,7 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, expected: int) -> list[Ten
 
     Lengths [[5], [7]] and [[9]] with 2 expected are sent as [2 5 7] and [1 9 0].
     """
-    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or expected < 0:
-        raise ValueError(
-            "gather_rows needs int64 of shape (rows, 1 or more columns) and 0 or more expected "
-            f"rows; got {rows.dtype} of shape {tuple(rows.shape)} and {expected}"
-        )
+    assert rows.dtype == torch.int64, f"lengths and positions are int64, not {rows.dtype}"
     sent = rows.new_zeros(expected + 1, rows.shape[1])
     sent[0, 0] = len(rows)
     fitting = rows[:expected]
@@ -307,21 +278,11 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
         )
 
 
-def agree(error: str | None, groups: Groups) -> None:
-    """Raises on every rank if one of them has an error: that of the lowest such rank.
-
-    Call it on all ranks after work that may fail on one, before the next collective. It costs one
-    small collective, and a second one if a rank failed.
-    """
-    if first := _first_error(None if error is None else {"message": error}, groups):
-        raise first
-
-
 class PeerError(RuntimeError):
     """Work failed on another rank: the error of the lowest such rank, as data.
 
-    kind: the name of its class, or "" if there is only a message. errno, strerror: those of an
-    OSError; 0 and "" for any other error. also: the other ranks that failed.
+    kind: the name of its class. errno, strerror: those of an OSError; 0 and "" for any other error.
+    also: the other ranks that failed.
     """
 
     def __init__(
@@ -329,16 +290,15 @@ class PeerError(RuntimeError):
         message: str,
         *,
         rank: int,
-        kind: str = "",
+        kind: str,
         errno: int = 0,
         strerror: str = "",
         also: tuple[int, ...] = (),
     ) -> None:
         self.rank, self.kind, self.message = rank, kind, message
         self.errno, self.strerror, self.also = errno, strerror, also
-        words = f"{kind}: {message}" if kind else message
         others = f" ({_names(also)} failed too)" if also else ""
-        super().__init__(f"rank {rank} failed: {words}{others}")
+        super().__init__(f"rank {rank} failed: {kind}: {message}{others}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), **vars(self)), ()
@@ -352,37 +312,23 @@ class PeerError(RuntimeError):
 def agreed(groups: Groups) -> Iterator[None]:
     """Runs the block, which has no collective; if it fails on one rank, it raises on all.
 
-    The rank whose error it is raises that error itself, all others a PeerError that quotes it.
+    So no rank waits for one that is gone. The rank whose error it is raises that error itself, all
+    others a PeerError that quotes it. Costs one small collective, and a second one at an error.
     """
     failure: BaseException | None = None
     try:
         yield
     except (Exception, SystemExit) as error:
         failure = error
-    first = _first_error(None if failure is None else _as_data(failure), groups)
-    if first is None:
-        return
-    if failure is not None and first.rank == groups.world.rank():
+    first = _first_error(failure, groups)
+    if first is not None and first.rank == groups.world.rank():
+        assert failure is not None
         raise failure
-    raise first from failure
+    if first is not None:
+        raise first from failure
 
 
-def _as_data(error: BaseException) -> dict[str, Any]:
-    """An error as fields of PeerError, to be sent to the other ranks."""
-    data: dict[str, Any] = {"kind": type(error).__name__, "message": _text(error)}
-    if isinstance(error, OSError) and isinstance(error.errno, int):
-        data |= {"errno": error.errno, "strerror": str(error.strerror or "")}
-    return data
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as other:  # of a user's own class; failing here would hang the others
-        return f"its text cannot be read ({type(other).__name__})"
-
-
-def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | None:
+def _first_error(error: BaseException | None, groups: Groups) -> PeerError | None:
     """The error of the lowest rank that has one; None if no rank has one."""
     text = b"" if error is None else _as_json(error)
     length = -1 if error is None else len(text)
@@ -398,16 +344,21 @@ def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | No
     return PeerError(rank=first, also=tuple(failed[1:]), **json.loads(data))
 
 
-def _as_json(error: dict[str, Any]) -> bytes:
-    """The error as JSON, with long texts cut."""
-    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
-    short = {
-        name: value.encode(errors="backslashreplace")[:LONGEST_ERROR].decode(errors="replace")
-        if isinstance(value, str)
-        else value
-        for name, value in error.items()
-    }
-    return json.dumps(short, ensure_ascii=False).encode()
+def _as_json(error: BaseException) -> bytes:
+    """An error as fields of PeerError, with long texts cut; failing here would hang the others."""
+    try:
+        message = str(error)
+    except Exception as other:  # of a user's own class
+        message = f"its text cannot be read ({type(other).__name__})"
+    data: dict[str, Any] = {"kind": type(error).__name__, "message": _cut(message)}
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        data |= {"errno": error.errno, "strerror": _cut(str(error.strerror or ""))}
+    return json.dumps(data, ensure_ascii=False).encode()
+
+
+def _cut(text: str) -> str:
+    """At most LONGEST_ERROR bytes; a file's name in it may hold bytes that are no UTF-8."""
+    return text.encode(errors="backslashreplace")[:LONGEST_ERROR].decode(errors="replace")
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -451,7 +402,8 @@ def write_on_rank_0(
                 raise error
     for _ in stream:
         pass
-    agree(None, groups)
+    with agreed(groups):
+        pass
 
 
 class _SharedStream(Iterator[Item], Generic[Item]):
@@ -471,7 +423,8 @@ class _SharedStream(Iterator[Item], Generic[Item]):
             raise StopIteration
         try:
             if self._received % self._every == 0:
-                agree(None, self._groups)
+                with agreed(self._groups):
+                    pass
             item = next(self._items)
         except StopIteration:
             self._is_done = True

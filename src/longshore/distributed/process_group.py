@@ -50,10 +50,6 @@ class Ranks:
     rendezvous: str
     """Where they meet: env://, under torchrun, or file:///…"""
 
-    @property
-    def is_one_machine(self) -> bool:
-        return self.local_size == self.world_size
-
 
 def ranks_from_environment() -> Ranks | None:
     """This process's rank if torchrun started it."""
@@ -97,7 +93,8 @@ def loopback(ranks: Ranks | None = None) -> Iterator[None]:
 
     ranks: nothing changes if they are not all on this machine; None: they are.
     """
-    with set_variables(loopback_variables() if ranks is None or ranks.is_one_machine else {}):
+    is_one_machine = ranks is None or ranks.local_size == ranks.world_size
+    with set_variables(loopback_variables() if is_one_machine else {}):
         yield
 
 

@@ -9,12 +9,6 @@ sees all threads, backward on a GPU included, compiled code and code that is not
 nothing else. It sees neither the group of one rank, in which nothing is sent, nor receives from any
 source.
 
-`check_recordings` runs the recordings of all ranks against each other, without processes. Every
-rank is at one place of its recording. A collective blocks until all its ranks are at it. Messages
-that were issued together block until each is matched: between two ranks the first send meets the
-first receive, whatever they carry, as NCCL does it without tags. That is stricter than the
-executor, which does not wait for its sends: what passes here passes there.
-
     rank 0: send 0 → 1, then all_reduce (0, 1)        rank 1: all_reduce (0, 1), then receive 0 → 1
     DeadlockError: rank 0 waits at its operation 0 for rank 1, which waits at its own
 """
@@ -23,7 +17,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,29 +78,22 @@ class Operation(NamedTuple):
         return f"{self.kind} {ranks} of {self.bytes:,} bytes{where}"
 
 
-@dataclass(slots=True, eq=False)
-class Recording:
-    """What this process issued so far, background threads left out."""
-
-    operations: list[Operation] = field(default_factory=list)
-
-    def note(self, kind: str, args: Sequence[Any]) -> None:
-        """Lists one call of an operator of c10d with these arguments."""
-        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
-        if len(ranks) == 1 or threading.current_thread().name.startswith(BACKGROUND):
-            return
-        amount = min(sum(t.nbytes for t in ts) for arg in args if (ts := _tensors(arg)))
-        operation = Operation(kind, ranks, amount, marks.where)
-        if kind in ("send", "receive"):
-            me, peer, tag = dist.get_rank(), ranks[args[2]], args[3]
-            pair = (me, peer) if kind == "send" else (peer, me)
-            operation = Operation(kind, pair, amount, f"message {tag}", batch=marks.count)
-        elif kind == "all_to_all":
-            receives, sends = _parts(args[0], args[3:4], ranks), _parts(args[1], args[4:5], ranks)
-            others = sum(receives) - receives[ranks.index(dist.get_rank())]
-            operation = Operation(kind, ranks, others, marks.where, sends, receives)
-        self.operations.append(operation)
+def _operation(kind: str, args: Sequence[Any]) -> Operation | None:
+    """One call of an operator of c10d with these arguments; None for what is not recorded."""
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
+    if len(ranks) == 1 or threading.current_thread().name.startswith(BACKGROUND):
+        return None
+    amount = min(sum(t.nbytes for t in ts) for arg in args if (ts := _tensors(arg)))
+    if kind in ("send", "receive"):
+        me, peer, tag = dist.get_rank(), ranks[args[2]], args[3]
+        pair = (me, peer) if kind == "send" else (peer, me)
+        return Operation(kind, pair, amount, f"message {tag}", batch=marks.count)
+    if kind == "all_to_all":
+        receives, sends = _parts(args[0], args[3:4], ranks), _parts(args[1], args[4:5], ranks)
+        others = sum(receives) - receives[ranks.index(dist.get_rank())]
+        return Operation(kind, ranks, others, marks.where, sends, receives)
+    return Operation(kind, ranks, amount, marks.where)
 
 
 def _tensors(arg: object) -> list[Tensor]:
@@ -126,13 +112,13 @@ def _parts(rows: Any, splits: Sequence[Any], ranks: Sequence[int]) -> tuple[int,
 
 
 # Not a context variable: on CUDA the backward runs in a thread without it.
-_recordings: list[Recording] = []
+_recordings: list[list[Operation]] = []
 
 
 @contextmanager
-def recorded() -> Iterator[Recording]:
-    """Lists what this process issues in the block; blocks may be nested."""
-    recording = Recording()
+def recorded() -> Iterator[list[Operation]]:
+    """Lists what this process issues in the block, background threads left out; may be nested."""
+    recording: list[Operation] = []
     library = torch.library.Library("c10d", "IMPL")
     for name, kind in KINDS.items() if not _recordings else ():
         kernel = partial(_note_and_go_on, getattr(torch.ops.c10d, name).default, kind)
@@ -141,18 +127,14 @@ def recorded() -> Iterator[Recording]:
     try:
         yield recording
     finally:
-        _recordings.remove(recording)
+        _recordings.pop()
         del library  # the kernels go with it
 
 
-def _note_and_go_on(
-    operator: Any,  # noqa: ANN401
-    kind: str,
-    keys: Any,  # noqa: ANN401
-    *args: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
-    for recording in _recordings:
-        recording.note(kind, args)
+def _note_and_go_on(operator: Any, kind: str, keys: Any, *args: Any) -> Any:  # noqa: ANN401
+    if (operation := _operation(kind, args)) is not None:
+        for recording in _recordings:
+            recording.append(operation)
     # c10d has kernels for devices only: autograd's place is free. torch 2.11 to 2.13 have the name.
     return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
@@ -164,7 +146,7 @@ def compared(groups: Groups) -> Iterator[None]:
         yield
     world = groups.world
     every: list[Any] | None = [None] * world.size() if world.rank() == 0 else None
-    dist.gather_object(recording.operations, every, group=world, group_dst=0)
+    dist.gather_object(recording, every, group=world, group_dst=0)
     with agreed(groups):
         if every is not None:
             check_recordings(every)
@@ -179,7 +161,13 @@ class MismatchError(ValueError):
 
 
 def check_recordings(recordings: Sequence[Sequence[Operation]]) -> None:
-    """Raises unless all ranks reach the end of their recordings, in operations that fit."""
+    """Raises unless all ranks reach the end of their recordings, in operations that fit.
+
+    Runs them against each other, without processes. A collective blocks until all its ranks are at
+    it. Messages that were issued together block until each is matched: between two ranks the first
+    send meets the first receive, whatever they carry, as NCCL does it without tags. That is
+    stricter than the executor, which does not wait for its sends: what passes here passes there.
+    """
     _Run(recordings).to_the_end()
 
 

@@ -1,58 +1,26 @@
-"""Grouped-query attention as a mixer: project, rotate, attend, project.
+"""Attention as a mixer: grouped-query attention and multi-head latent attention (MLA).
 
-In: hidden states (T, C), the context, the rotary tables. Out: (T, C). How a pack that lanes share
-is served is chosen for each pack:
+In: hidden states (T, C), the context, the rotary tables. Out: (T, C). A mixer projects and rotates,
+its core lets a lane's queries see the rows of their sequences, wherever those are, and it projects
+back. How a pack that lanes share is served is chosen for each pack:
 
 - `gather`: one gather of K and V over the group. Only the lane's own are kept for backward, which
   gathers again and then sums and scatters the gradients, so memory does not grow with the pack. At
-  CP size 1 nothing travels. While one pack is attended to the next one travels: model/interface.py
-  has the order.
+  CP size 1 nothing travels. While one pack is attended to the next one travels: model/interface.py.
 - `heads`: an all-to-all gives each lane all tokens of its share of the heads, a second one brings
   the outputs back. The CP size must divide the KV heads.
-
-With T rows a lane, H query heads, K KV heads of width D and CP size c, forward and backward bring
-a lane 3·(c − 1)·T·2K·D numbers by gather (K and V twice, gradients once), and by heads
-2·(1 − 1/c)·T·(2H + 2K)·D. `auto` takes heads where that is legal and fewer: with H = 32 and K = 8
-they are 48 against 80 for each T·D at CP size 2, and 336 against 140 at CP size 8.
-
-With `gate`, q_proj makes for each head its query and then a gate; the head's output is multiplied
-by the gate's sigmoid.
-
-T tokens, H query heads, K key and value heads, D dims of a head. With 32 heads, 8 KV heads and 64
-dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2048) again.
-
-The core of attention: a lane's queries see the rows of their sequences, wherever those are.
-
-In: the context, the exchanges, queries (T, H, D), keys and values (T, K, D) of the lane. Out:
-(T, H, D). model/attention.py says how a pack that lanes share is served. `attend_visible` is the
-way by gather, for rows of which keys and values are made later, too (MLA). While one pack is
-attended to the next one travels; model/interface.py has the order.
 
 With 2 lanes and a sequence of 8 tokens, lane 0 has t0 t1 t6 t7: its chunk t0 t1 sees itself, its
 chunk t6 t7 all 8, of which 4 come from lane 1. The gradients of these 4 go back to it.
 
-Multi-head latent attention as a mixer: project down and up, rotate, attend, project.
-
-In: hidden states (T, C), the context, the rotary tables. Out: (T, C). What lanes that share a pack
-exchange is latent_TL: a row is the normed latent and then the rotated key, which is all that one
-token needs of another. Keys and values of all heads are made from it and kv_up's weight, which has
-for each head the rows of its keys and then of its values.
-
-T tokens of the lane, S rows that they see; H heads; N dims of a key without position, E with one,
-D = N + E; V dims of a value, X = N + V; R the latent's rank, L = R + E. With DeepSeek-V3's H 128, N
-128, E 64, V 128, R 512 a lane needs 576 numbers of another token, not 128·(192 + 128) = 40,960.
-
-For backward q, the lane's latents and the output are kept; keys and values are made again. Of a
-long pack they are made for some heads at a time, so that they take EXPANDED_BYTES (ops/sizes.py).
-
-Hugging Face's DeepSeek-V3 rotates dims 2i and 2i + 1 together (rope_interleave), `rotate` dims i
-and i + E/2. So on the way in the rows of each head's last E of q_proj or q_up, and the last E of
-kv_down (weight and bias), are put in the order 0 2 4 … 1 3 5 …, and back on the way out.
+T tokens, H query heads, K key and value heads, D dims of a head; MLA has letters of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from functools import reduce
+from operator import add
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +31,8 @@ from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import (
-    LOCAL,
     Exchange,
     Exchanges,
-    HereAlready,
     PendingRows,
     Rows,
     ThreeStepMixer,
@@ -77,7 +43,7 @@ from longshore.model.interface import (
 from longshore.model.norm_rope import RMSNorm, Tables
 from longshore.ops.attention import attention, attention_backward, attention_forward, sinks_gradient
 from longshore.ops.linear import projected, whole_weight
-from longshore.ops.pointwise import rotate, rotate_both, sigmoid_gate
+from longshore.ops.pointwise import norm_rotate_both, rotate, rotate_both, sigmoid_gate
 from longshore.ops.sizes import expanded_values, heads_at_once
 from longshore.settings import AttentionKind
 
@@ -89,44 +55,43 @@ def attend(
     k_TKD: Tensor,
     v_TKD: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
 ) -> Tensor:
-    """(T, H, D): the core of attention, for all packs. softcap, sinks: see ops/attention.py."""
+    """(T, H, D): the core of attention, for all packs.
+
+    options: scale, window and softcap of ops/attention.py, as sinks are.
+    """
     heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], exchanges.attention
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     outputs: dict[int, Tensor] = {}
     gathered: dict[int, Exchange] = {}
     # Packs split over heads come before all others, on every lane: which way a pack takes
     # depends on its CP size alone, so that the order of the collectives stays one for all.
     # Backward is the mirror image, as autograd runs what was created last first.
-    for place, exchange in enumerate(exchanges.each(ctx)):
+    for pack, exchange in enumerate(exchanges.each(ctx)):
         if over_heads(heads, kv_heads, exchange.size, kind=kind):
-            outputs[place] = _attend_pack(exchange, (q_THD, k_TKD, v_TKD), sinks, options)
+            rows, bounds = exchange.pack.rows, exchange.pack.padded
+            q, k, v = exchange.to_heads((q_THD[rows], k_TKD[rows], v_TKD[rows]))
+            own = None if sinks is None else sinks.split(q.shape[1])[exchange.rank]
+            output = attention(q, k, v, bounds=bounds, sinks=own, **options)
+            outputs[pack] = exchange.from_heads(output)
         else:
-            gathered[place] = exchange
+            gathered[pack] = exchange
     if gathered:
         fetched = (k_TKD, v_TKD)
         visible = attend_visible(tuple(gathered.values()), q_THD, fetched, sinks=sinks, **options)
         outputs |= zip(gathered, visible, strict=True)
-    return joined([outputs[place] for place in sorted(outputs)])
-
-
-def _attend_pack(
-    exchange: Exchange, parts: Rows, sinks: Tensor | None, options: dict[str, Any]
-) -> Tensor:
-    """One pack whose heads the lanes share out."""
-    rows, bounds = exchange.pack.rows, exchange.pack.padded
-    q, k, v = exchange.to_heads(tuple(part[rows] for part in parts))
-    if sinks is not None:
-        sinks = sinks[exchange.rank * q.shape[1] : (exchange.rank + 1) * q.shape[1]]
-    return exchange.from_heads(attention(q, k, v, bounds=bounds, sinks=sinks, **options))
+    return joined([outputs[pack] for pack in sorted(outputs)])
 
 
 def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
-    """Whether lanes share out the heads of a pack of this CP size; else they gather K and V."""
+    """Whether lanes share out the heads of a pack of this CP size; else they gather K and V.
+
+    With T rows a lane, H query heads, K KV heads of width D and CP size c, forward and backward
+    bring a lane 3·(c − 1)·T·2K·D numbers by gather (K and V twice, gradients once), and by heads
+    2·(1 − 1/c)·T·(2H + 2K)·D. `auto` takes heads where that is legal and fewer: with H = 32 and
+    K = 8 they are 48 against 80 for each T·D at CP size 2, and 336 against 140 at CP size 8.
+    """
     if cp_size == 1 or kind == "gather":
         return False
     legal = kv_heads % cp_size == 0
@@ -139,132 +104,114 @@ def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) 
     return kind == "heads" or (legal and fewer)
 
 
-class KeysValues(Protocol):
-    """How keys and values come from the rows that lanes exchange."""
-
-    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
-        """The heads whose keys and values are made together, group by group."""
-        ...
-
-    def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]: ...
-
-    def gradients(
-        self, dk: Tensor, dv: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Of the rows and of the weight, from those of keys and values."""
-        ...
-
-
-ALL_HEADS = [slice(None)]
+ALL_HEADS = slice(None)
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def _some(x: MaybeTensor, heads: slice, dim: int = 0) -> MaybeTensor:
     """x of these heads; of all heads as it is."""
-    if x is None or heads == ALL_HEADS[0]:
+    if x is None or heads == ALL_HEADS:
         return x
     return x[heads] if dim == 0 else x[:, heads]
 
 
-class AsTheyAre:
-    """The rows are keys and values."""
+@dataclass(frozen=True, slots=True)
+class LatentExpansion:
+    """How MLA makes keys and values of latents; nope: dims of a key without position."""
 
-    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
-        return ALL_HEADS
+    nope: int
+    form: Form
 
-    def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        k, v = rows
-        return k, v
+    def head_groups(self, rows_SL: Tensor, weight_HXR: Tensor) -> list[slice]:
+        """The heads whose keys and values are made together, group by group."""
+        heads, product, rank = weight_HXR.shape
+        if self.form == "absorbed":
+            return [ALL_HEADS]
+        key = self.nope + rows_SL.shape[1] - rank
+        each = expanded_values(key, product, product - self.nope) * rows_SL.element_size()
+        together = heads_at_once(len(rows_SL), heads, each)
+        return [slice(first, first + together) for first in range(0, heads, together)]
+
+    def make(self, rows_SL: Tensor, weight_HXR: Tensor) -> tuple[Tensor, Tensor]:
+        """(S, H, D) and (S, H, V) of each head; absorbed, one head of (S, 1, L) and (S, 1, R)."""
+        heads, _, rank = weight_HXR.shape
+        if self.form == "absorbed":
+            k_S1L = rows_SL.unsqueeze(1)
+            return k_S1L, k_S1L[..., :rank]
+        up_SHX = (rows_SL[:, :rank] @ weight_HXR.flatten(0, 1).T).unflatten(1, (heads, -1))
+        rotated_SHE = rows_SL[:, None, rank:].expand(-1, heads, -1)
+        k_SHD = torch.cat([up_SHX[..., : self.nope], rotated_SHE], dim=2)
+        return k_SHD, up_SHX[..., self.nope :]
 
     def gradients(
-        self, dk: Tensor, dv: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        return (dk, dv), None
+        self, dk: Tensor, dv: Tensor, rows_SL: Tensor, weight_HXR: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the rows and of the weight, from those of keys and values."""
+        rank = weight_HXR.shape[2]
+        if self.form == "absorbed":
+            drows_SL = dk.squeeze(1)
+            drows_SL[:, :rank] += dv.squeeze(1)
+            return drows_SL, None
+        dup_SX = torch.cat([dk[..., : self.nope], dv], dim=2).flatten(1)
+        drotated_SE = dk[..., self.nope :].sum(1)
+        drows_SL = torch.cat([dup_SX @ weight_HXR.flatten(0, 1), drotated_SE], dim=1)
+        return drows_SL, (dup_SX.T @ rows_SL[:, :rank]).view_as(weight_HXR)
 
 
 def attend_visible(
     exchanges: tuple[Exchange, ...],
     q_THD: Tensor,
-    rows: tuple[Tensor, ...],
+    rows: Rows,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
-    keys_values: KeysValues | None = None,
-) -> tuple[Tensor, ...]:
+    latents: LatentExpansion | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Rows:
     """For each of these packs (its rows, H, V): the lane's queries against all rows they may see.
 
     q_THD and rows are of all tokens of the lane, whether in these packs or not; rows: what others
-    need of them to make keys and values. For backward only the lane's own rows are kept, with q and
-    the outputs; the others' are fetched again. softcap, sinks: see ops/attention.py.
+    need of them, keys and values, or latents of which these are made with `weight`. For backward
+    only the lane's own rows are kept, with q and the outputs; the others' are fetched again.
+    options: scale, window and softcap of ops/attention.py, as sinks are.
     """
-    spec = _Spec(exchanges, keys_values or AsTheyAre(), scale, window, softcap)
-    outputs: tuple[Tensor, ...] = _AttendVisible.apply(spec, q_THD, sinks, weight, *rows)  # type: ignore[no-untyped-call]
+    packs = _VisiblePacks(exchanges, latents, options)
+    outputs: Rows = _AttendVisible.apply(packs, q_THD, sinks, weight, *rows)  # type: ignore[no-untyped-call]
     return outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spec:
+class _VisiblePacks:
+    """Packs that are attended to as `attend_visible` says it, one by one."""
+
     exchanges: tuple[Exchange, ...]
-    """Of the packs."""
-    keys_values: KeysValues
-    """How keys and values are made of the rows."""
-    scale: float
-    """Of the scores."""
-    window: int | None
-    """How many tokens one sees, itself included; None for all before it."""
-    softcap: float | None
-    """See ops/attention.py."""
-
-    @property
-    def cp_sizes(self) -> list[int]:
-        return [exchange.size for exchange in self.exchanges]
-
-    def options(self, place: int) -> dict[str, Any]:
-        return {
-            "bounds": self.exchanges[place].bounds,
-            "key_bounds": self.exchanges[place].visible_bounds,
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-        }
+    latents: LatentExpansion | None
+    options: dict[str, Any]
 
     def attend(
-        self,
-        place: int,
-        q: Tensor,
-        rows: tuple[Tensor, ...],
-        weight: Tensor | None,
-        sinks: Tensor | None,
+        self, pack: int, q: Tensor, rows: Rows, weight: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack, from the rows that it sees."""
         outputs, lses = [], []
-        for heads in self.keys_values.head_groups(rows, weight):
-            k, v = self.keys_values.make(rows, _some(weight, heads))
+        for heads, _, k, v in self._by_heads(rows, weight):
             output, lse = attention_forward(
-                _some(q, heads, 1), k, v, sinks=_some(sinks, heads), **self.options(place)
+                _some(q, heads, 1), k, v, sinks=_some(sinks, heads), **self._options(pack)
             )
             outputs.append(output)
             lses.append(lse)
         return joined(outputs, dim=1), joined(lses)
 
     def gradients(
-        self,
-        place: int,
-        saved: tuple[Tensor, ...],
-        rows: tuple[Tensor, ...],
-        weight: Tensor | None,
-        sinks: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Of q, of the rows and of the weight. saved: the output's gradient, q, output and lse."""
+        self, pack: int, saved: Rows, rows: Rows, weight: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Rows, Tensor | None]:
+        """Gradients of q, of the rows and of the weight.
+
+        saved: the output's gradient, q, the output and its log-sum-exp.
+        """
         grad, q, output, lse = saved
-        dqs, dweights, groups = [], [], []
-        for heads in self.keys_values.head_groups(rows, weight):
-            own = _some(weight, heads)
-            k, v = self.keys_values.make(rows, own)
+        dqs, dweights, groups = list[Tensor](), list[Tensor](), list[Rows]()
+        for heads, own, k, v in self._by_heads(rows, weight):
             dq, dk, dv = attention_backward(
                 _some(grad, heads, 1),
                 _some(q, heads, 1),
@@ -273,24 +220,39 @@ class _Spec:
                 _some(output, heads, 1),
                 _some(lse, heads),
                 sinks=_some(sinks, heads),
-                **self.options(place),
+                **self._options(pack),
             )
             dqs.append(dq)
-            drows, dweight = self.keys_values.gradients(dk, dv, rows, own)
-            groups.append(drows)
-            if dweight is not None:
-                dweights.append(dweight)
-        drows = tuple(_added(parts) for parts in zip(*groups, strict=True))
-        return joined(dqs, dim=1), drows, joined(dweights) if dweights else None
+            if self.latents is None or own is None:
+                groups.append((dk, dv))
+                continue
+            drows, dweight = self.latents.gradients(dk, dv, rows[0], own)
+            groups.append((drows,))
+            dweights += [] if dweight is None else [dweight]
+        summed = tuple(_added(parts) for parts in zip(*groups, strict=True))
+        return joined(dqs, dim=1), summed, joined(dweights) if dweights else None
 
-    def own(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, ...]:
-        """The rows of one pack; of the only one there is as they are."""
-        inside = self.exchanges[place].pack.rows
-        if inside.start == 0 and inside.stop == rows[0].shape[0]:
-            return tuple(rows)
-        return tuple(part[inside] for part in rows)
+    def _by_heads(
+        self, rows: Rows, weight: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor | None, Tensor, Tensor]]:
+        """Heads whose keys and values are made together, their weight, keys and values."""
+        if self.latents is None or weight is None:
+            k, v = rows
+            yield ALL_HEADS, None, k, v
+            return
+        for heads in self.latents.head_groups(rows[0], weight):
+            own = weight[heads]
+            yield heads, own, *self.latents.make(rows[0], own)
 
-    def placed(self, parts: list[Tensor], like: Tensor) -> Tensor:
+    def _options(self, pack: int) -> dict[str, Any]:
+        exchange = self.exchanges[pack]
+        return self.options | {"bounds": exchange.bounds, "key_bounds": exchange.visible_bounds}
+
+    def own(self, rows: Sequence[Tensor], pack: int) -> Rows:
+        """The rows of one pack."""
+        return tuple(part[self.exchanges[pack].pack.rows] for part in rows)
+
+    def among_all(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """The packs' parts among the rows of all tokens, 0 at those of other packs."""
         if sum(part.shape[0] for part in parts) == like.shape[0]:
             return joined(parts)
@@ -306,93 +268,88 @@ class _AttendVisible(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
-        spec: _Spec,
+        packs: _VisiblePacks,
         q: Tensor,
         sinks: Tensor | None,
         weight: Tensor | None,
         *rows: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Rows:
         coming: dict[int, PendingRows] = {}
         results: dict[int, tuple[Tensor, Tensor]] = {}
-        for action, place in forward_steps(spec.cp_sizes):
-            own = spec.own(rows, place)
+        for action, pack in forward_steps([exchange.size for exchange in packs.exchanges]):
+            own = packs.own(rows, pack)
             if action == "gather":
-                coming[place] = spec.exchanges[place].begin_visible(own)
+                coming[pack] = packs.exchanges[pack].begin_visible(own)
                 continue
-            visible = coming.pop(place, HereAlready(own)).wait()
-            (q_pack,) = spec.own((q,), place)
-            results[place] = spec.attend(place, q_pack, visible, weight, sinks)
-        outputs, lses = zip(*(results[place] for place in range(len(results))), strict=True)
-        ctx.spec = spec
+            visible = coming.pop(pack)() if pack in coming else own
+            (q_pack,) = packs.own((q,), pack)
+            results[pack] = packs.attend(pack, q_pack, visible, weight, sinks)
+        outputs, lses = zip(*(results[pack] for pack in range(len(results))), strict=True)
+        ctx.packs = packs
         ctx.save_for_backward(q, sinks, weight, *rows, *outputs, *lses)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        spec: _Spec = ctx.spec
+        packs: _VisiblePacks = ctx.packs
         q, sinks, weight, *others = ctx.saved_tensors
-        packs = len(spec.exchanges)
-        rows, outputs, lses = others[: -2 * packs], others[-2 * packs : -packs], others[-packs:]
+        count = len(packs.exchanges)
+        rows, outputs, lses = others[: -2 * count], others[-2 * count : -count], others[-count:]
         coming: dict[int, PendingRows] = {}
-        owed: dict[int, tuple[Tensor, ...]] = {}
         returning: dict[int, PendingRows] = {}
+        owed: dict[int, Rows] = {}
         dqs: dict[int, Tensor] = {}
-        dweights: dict[int, Tensor] = {}
-        dsinks: dict[int, Tensor] = {}
-        for action, place in backward_steps(spec.cp_sizes):
-            exchange, own = spec.exchanges[place], spec.own(rows, place)
+        dweights: dict[int, Tensor | None] = {}
+        dsinks: dict[int, Tensor | None] = {}
+        for action, pack in backward_steps([exchange.size for exchange in packs.exchanges]):
+            exchange, own = packs.exchanges[pack], packs.own(rows, pack)
             if action == "gather":
-                coming[place] = exchange.begin_visible(own)
+                coming[pack] = exchange.begin_visible(own)
             elif action == "reduce":
-                returning[place] = exchange.begin_return_visible(owed.pop(place))
+                returning[pack] = exchange.begin_return_visible(owed.pop(pack))
             else:
-                visible = coming.pop(place, HereAlready(own)).wait()
-                (q_pack,) = spec.own((q,), place)
-                saved = (grads[place], q_pack, outputs[place], lses[place])
-                dqs[place], owed[place], dweight = spec.gradients(
-                    place, saved, visible, weight, sinks
+                visible = coming.pop(pack)() if pack in coming else own
+                saved = (grads[pack], *packs.own((q,), pack), outputs[pack], lses[pack])
+                dqs[pack], owed[pack], dweights[pack] = packs.gradients(
+                    pack, saved, visible, weight, sinks
                 )
-                if dweight is not None:
-                    dweights[place] = dweight
                 if sinks is not None:
-                    dsinks[place] = sinks_gradient(grads[place], outputs[place], lses[place], sinks)
+                    dsinks[pack] = sinks_gradient(grads[pack], outputs[pack], lses[pack], sinks)
         # What is still owed is of packs that the lane holds whole. Waiting is no collective.
-        drows = [
-            returning[place].wait() if place in returning else owed[place] for place in range(packs)
-        ]
+        drows = [returning[pack]() if pack in returning else owed[pack] for pack in range(count)]
         return (
             None,
-            spec.placed([dqs[place] for place in range(packs)], q),
+            packs.among_all([dqs[pack] for pack in range(count)], q),
             _last_first(dsinks),
             _last_first(dweights),
             *(
-                spec.placed(list(parts), like)
+                packs.among_all(list(parts), like)
                 for parts, like in zip(zip(*drows, strict=True), rows, strict=True)
             ),
         )
 
 
-def _added(parts: tuple[Tensor, ...]) -> Tensor:
+def _added(parts: Rows) -> Tensor:
     """The sum, rounded once; a single part as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+    first, *others = parts
+    wide = torch.promote_types(first.dtype, torch.float32)
+    return reduce(add, others, first.to(wide)).to(first.dtype) if others else first
 
 
-def _last_first(parts: dict[int, Tensor]) -> Tensor | None:
+def _last_first(parts: dict[int, Tensor | None]) -> Tensor | None:
     """The sum over the packs, in one fixed order whatever the order of the steps."""
-    total: Tensor | None = None
-    for place in sorted(parts, reverse=True):
-        total = parts[place] if total is None else total + parts[place]
-    return total
+    given = [part for _, part in sorted(parts.items(), reverse=True) if part is not None]
+    return reduce(add, given) if given else None
 
 
 class Attention(ThreeStepMixer):
-    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+    """Grouped-query attention: project, norm, rotate, attend, project.
+
+    With `gate`, q_proj makes for each head its query and then a gate; the head's output is
+    multiplied by the gate's sigmoid. With 32 heads, 8 KV heads and 64 dims at width 2048, 5 tokens
+    become q (5, 32, 64), k and v (5, 8, 64), and (5, 2048) again.
+    """
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "o_proj.weight": RESIDUAL,
@@ -403,7 +360,6 @@ class Attention(ThreeStepMixer):
     def __init__(self, config: AttentionConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.exchanges: Exchanges = LOCAL
         self.rope = config.ropes[0] if config.ropes else None
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries * (2 if config.gate else 1), bias=config.bias)
@@ -418,23 +374,17 @@ class Attention(ThreeStepMixer):
         size = self.config.head_dim
         q_TX, k_TX, v_TX = projected(x_TC, (self.q_proj, self.k_proj, self.v_proj))
         k_TKD, v_TKD = k_TX.unflatten(-1, (-1, size)), v_TX.unflatten(-1, (-1, size))
-        q_THD, gate_THD = self._queries(q_TX)
+        q_THD, gates = q_TX.unflatten(-1, (-1, size)), list[Tensor]()
+        if self.config.gate:
+            q_THD, *gates = q_TX.unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
         q_THD, k_TKD = self._normed_rotated(q_THD, k_TKD, tables)
-        return (q_THD, k_TKD, v_TKD), () if gate_THD is None else (gate_THD,)
+        return (q_THD, k_TKD, v_TKD), tuple(gates)
 
     def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
         for gate_THD in kept:
             mixed = sigmoid_gate(mixed, gate_THD)
         output_TC: Tensor = self.o_proj(mixed.flatten(-2))
         return output_TC
-
-    def _queries(self, q_TX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries and, where the output is gated, gates."""
-        size = self.config.head_dim
-        if not self.config.gate:
-            return q_TX.unflatten(-1, (-1, size)), None
-        q_THD, gate_THD = q_TX.unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
-        return q_THD, gate_THD
 
     def _normed_rotated(
         self, q_THD: Tensor, k_TKD: Tensor, tables: Tables
@@ -445,7 +395,9 @@ class Attention(ThreeStepMixer):
             return (q_THD, k_TKD) if table is None else rotate_both(q_THD, k_TKD, *table)
         if table is None:
             return self.q_norm(q_THD), self.k_norm(k_TKD)
-        return self.q_norm.rotated_with(self.k_norm, q_THD, k_TKD, table)
+        weights, norm = (self.q_norm.weight, self.k_norm.weight), self.q_norm.norm
+        centred = norm.zero_centred
+        return norm_rotate_both(q_THD, k_TKD, weights, norm.eps, *table, zero_centred=centred)
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
         q_THD, k_TKD, v_TKD = rows
@@ -453,55 +405,22 @@ class Attention(ThreeStepMixer):
         return attend(ctx, self.exchanges, q_THD, k_TKD, v_TKD, scale=scale, window=window)
 
 
-@dataclass(frozen=True, slots=True)
-class FromLatents:
-    """Keys and values from latents; nope: dims of a key without position."""
-
-    nope: int
-    form: Form
-
-    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
-        (rows_SL,), weight_HXR = rows, weight
-        assert weight_HXR is not None
-        heads, product, rank = weight_HXR.shape
-        if self.form == "absorbed":
-            return ALL_HEADS
-        key = self.nope + rows_SL.shape[1] - rank
-        each = expanded_values(key, product, product - self.nope) * rows_SL.element_size()
-        together = heads_at_once(len(rows_SL), heads, each)
-        return [slice(first, first + together) for first in range(0, heads, together)]
-
-    def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of each head (S, H, D) and (S, H, V); absorbed, one head of (S, 1, L) and (S, 1, R)."""
-        (rows_SL,), weight_HXR = rows, weight
-        assert weight_HXR is not None
-        heads, _, rank = weight_HXR.shape
-        if self.form == "absorbed":
-            k_S1L = rows_SL.unsqueeze(1)
-            return k_S1L, k_S1L[..., :rank]
-        up_SHX = (rows_SL[:, :rank] @ weight_HXR.flatten(0, 1).T).unflatten(1, (heads, -1))
-        rotated_SHE = rows_SL[:, None, rank:].expand(-1, heads, -1)
-        k_SHD = torch.cat([up_SHX[..., : self.nope], rotated_SHE], dim=2)
-        return k_SHD, up_SHX[..., self.nope :]
-
-    def gradients(
-        self, dk: Tensor, dv: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        (rows_SL,), weight_HXR = rows, weight
-        assert weight_HXR is not None
-        rank = weight_HXR.shape[2]
-        if self.form == "absorbed":
-            drows_SL = dk.squeeze(1)
-            drows_SL[:, :rank] += dv.squeeze(1)
-            return (drows_SL,), None
-        dup_SX = torch.cat([dk[..., : self.nope], dv], dim=2).flatten(1)
-        drotated_SE = dk[..., self.nope :].sum(1)
-        drows_SL = torch.cat([dup_SX @ weight_HXR.flatten(0, 1), drotated_SE], dim=1)
-        return (drows_SL,), (dup_SX.T @ rows_SL[:, :rank]).view_as(weight_HXR)
-
-
 class MLA(ThreeStepMixer):
-    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+    """Multi-head latent attention: project down and up, rotate, attend, project.
+
+    Lanes that share a pack exchange latent_TL: a row is the normed latent and then the rotated key,
+    all that one token needs of another. Keys and values of all heads are made from it and kv_up's
+    weight, which has for each head the rows of its keys and then of its values. For backward q, the
+    lane's latents and the output are kept; keys and values are made again. Those of a long pack are
+    made for some heads at a time, so that they take EXPANDED_BYTES (ops/sizes.py).
+
+    Hugging Face's DeepSeek-V3 rotates dims 2i and 2i + 1 together (rope_interleave), `rotate` dims
+    i and i + E/2: hf/ reorders the rows of q_proj or q_up and of kv_down that are rotated.
+
+    S rows that the lane's T tokens see; N dims of a key without position, E with one, D = N + E; V
+    dims of a value, X = N + V; R the latent's rank, L = R + E. With DeepSeek-V3's H 128, N 128, E
+    64, V 128, R 512 a lane needs 576 numbers of another token, not 128·(192 + 128) = 40,960.
+    """
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "o_proj.weight": RESIDUAL,
@@ -512,7 +431,6 @@ class MLA(ThreeStepMixer):
     def __init__(self, config: MLAConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.exchanges: Exchanges = LOCAL
         self.rope = config.ropes[0]
         queries = config.heads * config.head_dim
         self.q_proj = self.q_down = self.q_norm = self.q_up = None
@@ -533,7 +451,10 @@ class MLA(ThreeStepMixer):
         q_in = self.q_proj if self.q_down is None else self.q_down
         assert q_in is not None
         q_TX, kv_TL = projected(x_TC, (q_in, self.kv_down))
-        q_THD = rotate(self._queries(q_TX), cos_TE, sin_TE, start=self.config.nope_dim)
+        if self.q_norm is not None and self.q_up is not None:
+            q_TX = self.q_up(self.q_norm(q_TX))
+        q_THD = q_TX.unflatten(-1, (-1, self.config.head_dim))
+        q_THD = rotate(q_THD, cos_TE, sin_TE, start=self.config.nope_dim)
         down_TR, key_TE = kv_TL.split([self.config.kv_rank, self.config.rope_dim], dim=1)
         rotated_T1E = rotate(key_TE.unsqueeze(1), cos_TE, sin_TE)
         latent_TL = torch.cat([self.kv_norm(down_TR), rotated_T1E.squeeze(1)], dim=1)
@@ -543,38 +464,24 @@ class MLA(ThreeStepMixer):
         output_TC: Tensor = self.o_proj(mixed.flatten(-2))
         return output_TC
 
-    def _queries(self, q_TX: Tensor) -> Tensor:
-        """Of each head, from the first projection: the only one, or that to the queries' rank."""
-        if self.q_norm is not None and self.q_up is not None:
-            q_TX = self.q_up(self.q_norm(q_TX))
-        q_THD: Tensor = q_TX.unflatten(-1, (-1, self.config.head_dim))
-        return q_THD
-
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
-        q_THD, latent_TL = rows
-        config = self.config
+        (q, latent_TL), config = rows, self.config
         # −1 heads: under tensor parallelism a rank has only some of them.
         per_head = (-1, config.nope_dim + config.value_dim)
         weight_HXR = whole_weight(self.kv_up).unflatten(0, per_head)
-        from_latents = FromLatents(config.nope_dim, config.form)
-
-        exchanges = tuple(self.exchanges.each(ctx))
-
-        def attend(q: Tensor) -> Tensor:
-            outputs = attend_visible(
-                exchanges,
-                q,
-                (latent_TL,),
-                scale=config.scale,
-                weight=weight_HXR,
-                keys_values=from_latents,
-            )
-            return joined(list(outputs))
-
-        if config.form == "decompressed":
-            return attend(q_THD)
         key_HNR, value_HVR = weight_HXR.split([config.nope_dim, config.value_dim], dim=1)
-        q_THR = torch.einsum("thn,hnr->thr", q_THD[..., : config.nope_dim], key_HNR)
-        q_THL = torch.cat([q_THR, q_THD[..., config.nope_dim :]], dim=2)
-        attended_THR = attend(q_THL)
-        return torch.einsum("thr,hvr->thv", attended_THR, value_HVR)
+        if config.form == "absorbed":
+            q_THR = torch.einsum("thn,hnr->thr", q[..., : config.nope_dim], key_HNR)
+            q = torch.cat([q_THR, q[..., config.nope_dim :]], dim=2)
+        outputs = attend_visible(
+            tuple(self.exchanges.each(ctx)),
+            q,
+            (latent_TL,),
+            weight=weight_HXR,
+            latents=LatentExpansion(config.nope_dim, config.form),
+            scale=config.scale,
+        )
+        mixed = joined(list(outputs))
+        if config.form == "absorbed":
+            mixed = torch.einsum("thr,hvr->thv", mixed, value_HVR)
+        return mixed

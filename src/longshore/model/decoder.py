@@ -11,33 +11,11 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
     layout = parse_layout("Et|tL", pp=2, layers=2)
     first, last = (Decoder(config, stage) for stage in layout.stages)
     last(first(token_ids, ctx).values, ctx, labels)     the same losses
-
-A stage hands on the rows of the decoder, and after them those of each depth so far: with one depth
-before the head, rows (2·T, C) come to it. With hyper-connections (DecoderConfig.residuals) rows
-between blocks, and between stages before the last norm, are (T, S), S = residuals · C.
-
-A block is one layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its
-norm. In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where
-the feed-forward part is made of experts, what they did. A block whose o_proj and down_proj are zero
-gives back what came in. Hidden states may be wider than the weights (DecoderConfig's
-float32_residual): norms and parts then compute in the weights' dtype, and the sums are as wide.
-
-    block.compile(dynamic=True)     once for all packs; the core stays as it is
-
-Multi-token prediction: modules after the decoder, one after the other, as in DeepSeek-V3. In: the
-normed hidden states (T, C) that the head saw at the depth before, and the embeddings (T, C) of the
-tokens d places on. Out: normed hidden states, for the head and for the next depth. That is how the
-weights of DeepSeek-V3 are used: what follows the decoder's last norm goes in. Embedding and head
-are the decoder's own. The tokens d places on were picked while sequences were whole (data/pack.py),
-so nothing is shifted here, and lanes exchange no tokens.
-
-At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5. Position 5
-of a sequence of 6 has no token to join: it runs along, and no loss, no expert and no count of
-theirs sees it. What comes out there is of no use, and nothing causal looks at it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,30 +25,41 @@ from torch.nn import functional
 from longshore.arch.decoder import DecoderConfig, LayerConfig, ropes_of
 from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
-from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
+from longshore.model.hyper_connection import Collapse, HyperConnection
 from longshore.model.interface import (
     Context,
     LanguageModel,
     Layer,
     MixerLoss,
-    Opaque,
     Output,
     PartCall,
     Reader,
     Routed,
+    UntracedContext,
     call_part,
+    joined,
 )
 from longshore.model.lora import add_factors
 from longshore.model.norm_rope import RMSNorm, Tables, rope_tables
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.ops.cross_entropy import OutputLayer, linear_cross_entropy, softcapped
+from longshore.ops.cross_entropy import (
+    OutputLayer,
+    VocabularyPart,
+    linear_cross_entropy,
+    softcapped,
+)
+from longshore.ops.pointwise import expand
 from longshore.plan.layout import Stage, one_stage
 
 
 class Block(Layer):
-    """mixer_hyper, mlp_hyper: None where rows have one residual.
+    """One layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its norm.
 
-    call_mixer, call_mlp: set by parallel/tensor.py where ranks share a lane's rows.
+    In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and what
+    experts did. Hidden states may be wider than the weights (DecoderConfig's float32_residual):
+    norms and parts then compute in the weights' dtype, and the sums are as wide. mixer_hyper,
+    mlp_hyper: None where rows have one residual. call_mixer, call_mlp: set by parallel/tensor.py
+    where ranks share a lane's rows.
     """
 
     def __init__(self, config: LayerConfig, width: int, *, norm: Norm) -> None:
@@ -91,12 +80,17 @@ class Block(Layer):
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401
         run = torch.compile(self.run, **options)
-        self.compiled = lambda x_TS, ctx, tables: run(x_TS, Opaque(ctx), tables)
+        self.compiled = lambda x_TS, ctx, tables: run(x_TS, UntracedContext(ctx), tables)
 
     def run(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
         if self.config.residuals is not None:
             return self._run_hyper(x_TS, ctx, tables)
-        return self._run_sums(x_TS, ctx, tables)
+        mixed_TC = loss = None
+        if self.mixer is not None and self.mixer_norm is not None:
+            x_TS, normed_TC = self.mixer_norm.add(x_TS, None)
+            mixed_TC, loss = self.call_mixer(self.mixer, normed_TC, ctx, tables)
+        output = self.feed(x_TS, mixed_TC, ctx)
+        return output if loss is None else output._replace(mixer_losses=(MixerLoss(loss),))
 
     def _run_hyper(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
         loss = routed = None
@@ -105,26 +99,18 @@ class Block(Layer):
             row_TC, mixing = self.mixer_hyper(x_TS)
             _, normed_TC = self.mixer_norm.add(row_TC, None)
             mixed_TC, loss = self.call_mixer(self.mixer, normed_TC, ctx, tables)
-            x_TS = expanded(mixed_TC, x_TS, mixing)
+            x_TS = expand(mixed_TC, x_TS, *mixing)
         if self.mlp is not None and self.mlp_norm is not None:
             assert self.mlp_hyper is not None
             row_TC, mixing = self.mlp_hyper(x_TS)
             _, normed_TC = self.mlp_norm.add(row_TC, None)
             out_TC, routed = self.call_mlp(self.mlp, normed_TC, ctx)
-            x_TS = expanded(out_TC, x_TS, mixing)
+            x_TS = expand(out_TC, x_TS, *mixing)
         return Output(
             x_TS,
             () if routed is None else (routed,),
             mixer_losses=() if loss is None else (MixerLoss(loss),),
         )
-
-    def _run_sums(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
-        mixed_TC = loss = None
-        if self.mixer is not None and self.mixer_norm is not None:
-            x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
-            mixed_TC, loss = self.call_mixer(self.mixer, normed_TC, ctx, tables)
-        output = self.feed(x_TC, mixed_TC, ctx)
-        return output if loss is None else output._replace(mixer_losses=(MixerLoss(loss),))
 
     def feed(self, x_TC: Tensor, mixed_TC: Tensor | None, ctx: Context) -> Output:
         """The rest of the block, from its input and what the mixer made of it."""
@@ -142,9 +128,16 @@ def _hyper_connection(config: LayerConfig, width: int, norm: Norm) -> HyperConne
 
 
 class MTPDepth(Layer):
-    """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1.
+    """One depth of multi-token prediction, as in DeepSeek-V3; the first is depth 1.
 
-    collapse: None where rows have one residual.
+    In: the normed hidden states (T, C) that the head saw at the depth before, and the embeddings
+    (T, C) of the tokens d positions later. Out: normed hidden states, for the head and for the next
+    depth. Embedding and head are the decoder's own. The tokens were picked while sequences were
+    whole (data/pack.py), so nothing is shifted here, and lanes exchange no tokens.
+
+    At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5.
+    Position 5 of a sequence of 6 has no token to join: it runs along, and no loss, no expert and no
+    count of theirs sees it. collapse: None where rows have one residual.
     """
 
     def __init__(self, layer: LayerConfig, width: int, *, depth: int, norm: Norm) -> None:
@@ -170,7 +163,7 @@ class MTPDepth(Layer):
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
         rows = self.proj(both)
         if self.residuals is not None:
-            rows = repeated(rows, self.residuals)
+            rows = rows.repeat(1, self.residuals.count)
         out = self.block(rows, ctx.ahead(self.depth), tables)
         hidden_TC = out.values if self.collapse is None else self.collapse(out.values)
         return Output(
@@ -182,6 +175,11 @@ class MTPDepth(Layer):
 
 class Head(nn.Module):
     """Hidden states to logits, or to losses; `weight` is None where the embedding's serves."""
+
+    vocabulary: VocabularyPart | None = None
+    """The part that this rank has, where ranks split the vocabulary; set by parallel/tensor.py."""
+    all_rows: Callable[[Tensor], Tensor] | None = None
+    """Gathers the rows of all these ranks; set with it."""
 
     def __init__(self, config: DecoderConfig, *, tied: bool, softcap: float | None = None) -> None:
         super().__init__()
@@ -202,12 +200,20 @@ class Head(nn.Module):
     ) -> Tensor:
         weight_VC = self.weight if tied_VC is None else tied_VC
         assert isinstance(weight_VC, Tensor), "a tied head is given the embedding's weight"
+        part, softcap = self.vocabulary, self.softcap
         if labels_T is None:
-            return softcapped(functional.linear(hidden_TC, weight_VC), self.softcap)
+            if part is not None:
+                raise ValueError(
+                    "under tensor parallelism the head computes losses, not logits; give labels, "
+                    "or use tp=1"
+                )
+            return softcapped(functional.linear(hidden_TC, weight_VC), softcap)
+        if self.all_rows is not None:
+            hidden_TC = self.all_rows(hidden_TC)
         if reader is not None:
-            return reader(hidden_TC, OutputLayer(weight_VC, softcap=self.softcap), labels_T)
+            return reader(hidden_TC, OutputLayer(weight_VC, part, softcap), labels_T)
         return linear_cross_entropy(
-            hidden_TC, weight_VC, labels_T, summed=summed, softcap=self.softcap
+            hidden_TC, weight_VC, labels_T, summed=summed, vocabulary=part, softcap=softcap
         )
 
 
@@ -219,6 +225,10 @@ class Decoder(LanguageModel):
     where the config is tied, a stage with the head and no embedding has one too, head.weight.
     Copies begin with the same values; parallel/pipeline.py sums their gradients.
 
+    A stage hands on the rows of the decoder, and after them those of each depth so far: with one
+    depth before the head, rows (2·T, C) come to it. With hyper-connections (config.residuals)
+    rows between blocks, and between stages before the last norm, are (T, S), S = residuals · C.
+
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """
 
@@ -227,30 +237,28 @@ class Decoder(LanguageModel):
         if stage is None:
             (stage,) = one_stage(layers=len(config.layers), depths=len(config.mtp)).stages
         _check_stage(config, stage)
-        depths = [config.mtp[index] for index in stage.depths]
         self.config = config
         self.stage = stage
         self.reads_ids = any(number in stage.layers for number in config.hashed_layers)
         self.row_ranks = 1  # how many ranks share a lane's rows; set by parallel/tensor.py
+        depths = (config.mtp[index] for index in stage.depths)
         self.ropes = ropes_of([*(config.layers[index] for index in stage.layers), *depths])
         self.tied = config.tied and stage.has_embedding and stage.head
-        self.embed = _embedding(config) if stage.has_embedding else None
-        self.layers = nn.ModuleDict(
-            {
-                str(index): Block(config.layers[index], config.width, norm=config.norm)
-                for index in stage.layers
-            }
-        )
+        self.embed = None
+        if stage.has_embedding:
+            # Where the pad token is an input, its row gets no gradient; a tied head's still comes.
+            pad = config.pad_token_id
+            self.embed = nn.Embedding(config.vocab_size, config.width, padding_idx=pad)
+        make_block = partial(Block, width=config.width, norm=config.norm)
+        self.layers = nn.ModuleDict({str(i): make_block(config.layers[i]) for i in stage.layers})
         self.collapse = None
         if stage.norm and config.residuals is not None:
             self.collapse = Collapse(config.residuals, config.width, norm_eps=config.norm_eps)
         self.norm = RMSNorm(config.width, config.norm) if stage.norm else None
         self.head = Head(config, tied=self.tied) if stage.head else None
+        make_depth = partial(MTPDepth, width=config.width, norm=config.norm)
         self.mtp = nn.ModuleDict(
-            {
-                str(index): MTPDepth(layer, config.width, depth=index + 1, norm=config.norm)
-                for index, layer in zip(stage.depths, depths, strict=True)
-            }
+            {str(i): make_depth(config.mtp[i], depth=i + 1) for i in stage.depths}
         )
         if config.lora is not None:
             add_factors(self, config.lora)
@@ -271,7 +279,7 @@ class Decoder(LanguageModel):
     ) -> Output:
         """x: ids int64 (T), or what the stage before returned. ctx: None for one plain sequence.
 
-        mtp: all depths of the whole decoder, of each what the stage reads: ids where the depth is
+        mtp: all depths of the whole decoder, each with what the stage reads: ids where the depth is
         run, targets where the head is. The whole decoder without labels runs no depth. summed: the
         caller only adds up the losses of the labels, and scales the sum; that is faster.
         token_ids: where x are not ids, those of stages that choose experts by them. reader: what
@@ -292,8 +300,7 @@ class Decoder(LanguageModel):
             routed += out.routed
             mixer_losses += out.mixer_losses
         if self.head is None:
-            rows = streams[0] if len(streams) == 1 else torch.cat(streams)
-            return Output(rows, routed, mixer_losses=mixer_losses)
+            return Output(joined(streams), routed, mixer_losses=mixer_losses)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
         values = self.head(streams[0], labels, tied_VC, summed=summed, reader=reader)
         losses = []
@@ -323,7 +330,7 @@ class Decoder(LanguageModel):
         if self.config.float32_residual and self.stage.embed:
             hidden_TC = hidden_TC.to(torch.promote_types(hidden_TC.dtype, torch.float32))
         if self.config.residuals is not None and self.stage.embed:
-            hidden_TC = repeated(hidden_TC, self.config.residuals)
+            hidden_TC = hidden_TC.repeat(1, self.config.residuals.count)
         routed, mixer_losses = tuple[Routed, ...](), tuple[MixerLoss, ...]()
         for block in self.layers.values():
             out = block(hidden_TC, ctx, tables)
@@ -361,11 +368,6 @@ class Decoder(LanguageModel):
                 f"the model has {depths} depths of multi-token prediction, but got labels for "
                 f"{len(mtp)}; pack with depths={depths}, and pass mtp only with labels"
             )
-
-
-def _embedding(config: DecoderConfig) -> nn.Embedding:
-    """Where the pad token is an input, its row gets no gradient; a tied head's still comes."""
-    return nn.Embedding(config.vocab_size, config.width, padding_idx=config.pad_token_id)
 
 
 def _check_stage(config: DecoderConfig, stage: Stage) -> None:

@@ -9,33 +9,23 @@ hidden states (T, C) and the context. Out: (T, C), and what the experts did: the
 balance loss and how many tokens each got. Padding goes to no expert and counts nowhere; every
 expert gets a gradient in every round, zeros where no token chose it.
 
-The router works in float32 at least, its weight too (model/norm_rope.py), because a rounded score
-sends a token elsewhere. With 4 experts, K = 2 and scores .4 .3 .2 .1 a token goes to experts 0 and
-1 with weights 4/7 and 3/7; a bias of .2 on expert 2 would send it to 0 and 2 with 4/6 and 2/6,
-since a bias chooses and does not weigh. Where a frozen table chooses by token ids (hash_rows), the
-scores only weigh; such a layer has no bias and no balance loss.
-
-The balance loss of a sequence of n tokens is n·Σ_i f_i·P_i: f_i is E/K times the share of its
-tokens that chose expert i, P_i the mean over them of the expert's share of all scores. n·P_i is a
-sum over tokens, so a lane that knows the whole sequence's f adds up its own tokens alone. Even
-choices and scores make it n. So of a shared sequence lanes exchange its counts alone.
-
 T tokens, E experts, K of them a token, C channels, F channels inside an expert, S sequences. With
 8 experts and K = 2, 5 tokens become 10 rows sorted by expert, and 5 rows again.
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import softplus
 
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.fill import RESIDUAL, Fill
-from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
+from longshore.model.interface import LOCAL, Context, Exchanges, Routed, Rows, eager
 from longshore.model.norm_rope import Float32Parameters
 from longshore.ops.experts import expert_mlp
 from longshore.ops.linear import LowRank, projected
@@ -73,46 +63,35 @@ class MLP(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, None]:
         if self.gate_proj is None:
-            output_TC: Tensor = self.down_proj(self.up_proj(x_TC))
-            return output_TC, None
+            return self.down_proj(self.up_proj(x_TC)), None
         up_TF, gate_TF = projected(x_TC, (self.up_proj, self.gate_proj))
         if self.limit:
             gate_TF, up_TF = clipped(gate_TF, up_TF, self.limit)
-        output_TC = self.down_proj(up_TF, gate_TF)
-        return output_TC, None
+        return self.down_proj(up_TF, gate_TF), None
 
 
 TINY = 1e-20
 """Added to a divisor, so that scores that are all 0 do not divide by 0."""
 
 
-class Chosen(NamedTuple):
-    """ids, weights: (T, K). scores: (T, E), of all experts, without bias."""
-
-    ids: Tensor
-    weights: Tensor
-    scores: Tensor
-
-
 LEAST_LOGIT = -80.0
 """Below, softplus may be 0 in float32, and the derivative of its root infinite."""
-
-
-def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
-    return functional.softplus(logits_TE.clamp(min=LEAST_LOGIT)).sqrt()
-
 
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits_TE: logits_TE.softmax(-1),
     "sigmoid": torch.sigmoid,
-    "sqrt-softplus": _sqrt_softplus,
+    "sqrt-softplus": lambda logits_TE: softplus(logits_TE.clamp(min=LEAST_LOGIT)).sqrt(),
 }
 
 
 class Router(Float32Parameters):
-    """bias: a buffer (E), or None; it begins at 0, and train/optimizer.py moves it.
+    """Works in float32 at least, its weight too: a rounded score sends a token elsewhere.
 
-    table: a buffer int64 (V, K), or None: the experts of each token id; it never changes.
+    With 4 experts, K = 2 and scores .4 .3 .2 .1 a token goes to experts 0 and 1 with weights 4/7
+    and 3/7; a bias of .2 on expert 2 would send it to 0 and 2 with 4/6 and 2/6, since a bias
+    chooses and does not weigh. bias: a buffer (E), or None; it begins at 0, and train/optimizer.py
+    moves it. table: a buffer int64 (V, K), or None: the experts of each token id, frozen; then
+    scores only weigh, and there is neither bias nor balance loss.
     """
 
     bias: Tensor | None
@@ -130,22 +109,22 @@ class Router(Float32Parameters):
             table = first.expand(config.hash_rows, config.top_k).clone()
         self.register_buffer("table", table)
 
-    def forward(self, x_TC: Tensor, token_ids: Tensor | None = None) -> Chosen:
+    def forward(self, x_TC: Tensor, token_ids: Tensor | None = None) -> Rows:
+        """Ids and weights of the chosen experts (T, K), and scores of all, without bias (T, E)."""
         wide = torch.promote_types(x_TC.dtype, torch.float32)
         logits_TE = nn.functional.linear(x_TC.to(wide), self.weight.to(wide))
         scores_TE = SCORES[self.config.score](logits_TE)
         with torch.no_grad():
-            ids_TK = self._ids(scores_TE, token_ids)
+            if self.table is None:
+                biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
+                ids_TK = choose(biased_TE, self.config)
+            else:
+                assert token_ids is not None, "the decoder puts token ids into the context"
+                ids_TK = self.table.index_select(0, token_ids)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalise:
             weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + TINY)
-        return Chosen(ids_TK, weights_TK * self.config.scale, scores_TE)
-
-    def _ids(self, scores_TE: Tensor, token_ids: Tensor | None) -> Tensor:
-        if self.table is None:
-            return choose(scores_TE if self.bias is None else scores_TE + self.bias, self.config)
-        assert token_ids is not None, "the decoder puts token ids into the context of such layers"
-        return self.table.index_select(0, token_ids)
+        return ids_TK, weights_TK * self.config.scale, scores_TE
 
 
 def choose(scores_TE: Tensor, config: MoEConfig) -> Tensor:
@@ -161,17 +140,22 @@ def choose(scores_TE: Tensor, config: MoEConfig) -> Tensor:
 
 def count_by_sequence(ids_TK: Tensor, experts: int, ctx: SeqContext) -> Tensor:
     """(S + 1, E) int64: how many of this lane's tokens chose each expert; the last row: padding."""
-    places_TK = ctx.sequence_index[:, None] * experts + ids_TK
-    counts = places_TK.new_zeros(len(ctx.lengths) * experts)
-    # Of integers, so the order in which threads add cannot show.
-    ones = places_TK.new_ones(()).expand(places_TK.numel())
-    counts.scatter_add_(0, places_TK.flatten(), ones)
+    index_TK = ctx.sequence_index[:, None] * experts + ids_TK
+    counts = index_TK.new_zeros(len(ctx.lengths) * experts)
+    # Integers, so the order in which threads add cannot show.
+    ones = index_TK.new_ones(()).expand(index_TK.numel())
+    counts.scatter_add_(0, index_TK.flatten(), ones)
     return counts.view(-1, experts)
 
 
-def balance_loss(counts_SE: Tensor, chosen: Chosen, ctx: SeqContext) -> Tensor:
-    """This lane's part of the sum over sequences of n·Σ f·P. counts: (S + 1, E), of all lanes."""
-    scores_TE, top_k = chosen.scores, chosen.ids.shape[1]
+def balance_loss(counts_SE: Tensor, scores_TE: Tensor, top_k: int, ctx: SeqContext) -> Tensor:
+    """This lane's part of the sum over sequences of n·Σ f·P. counts: (S + 1, E), of all lanes.
+
+    The balance loss of a sequence of n tokens is n·Σ_i f_i·P_i: f_i is E/K times the share of its
+    tokens that chose expert i, P_i the mean over them of the expert's share of all scores. n·P_i is
+    a sum over tokens, so a lane that knows the whole sequence's f adds up its own tokens alone, and
+    lanes that share a sequence exchange its counts alone. Even choices and scores make it n.
+    """
     shares_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + TINY)
     even_SE = counts_SE.to(scores_TE.dtype) / ctx.lengths[:, None]
     load_TE = even_SE.index_select(0, ctx.sequence_index) * (counts_SE.shape[1] / top_k)
@@ -185,8 +169,8 @@ ExpertRun = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Experts(nn.Module):
     """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F).
 
-    exchange: called with `run` and its arguments where other ranks have some of the experts; set by
-    parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
+    exchange: called with an ExpertRun and its arguments where other ranks have some of the experts;
+    set by parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
     """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
@@ -199,25 +183,20 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=config.width**-0.5)
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, C), and how many tokens each expert got, int32 (E). An id of E is of no expert."""
-        if self.exchange is not None:
-            return self.exchange(self.run, x_TC, ids_TK, weights_TK)
-        return self.run(x_TC, ids_TK, weights_TK)
-
-    def run(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for tokens that are here, and the experts of this rank alone."""
-        return expert_mlp(
-            x_TC,
-            ids_TK,
-            weights_TK,
-            gate_up_E2FC=self.gate_up,
-            down_ECF=self.down,
-            limit=self.limit,
+        """(T, C), and how many tokens each expert got, int32 (E). The id E stands for no expert."""
+        run: ExpertRun = partial(  # the experts of this rank alone
+            expert_mlp, gate_up_E2FC=self.gate_up, down_ECF=self.down, limit=self.limit
         )
+        if self.exchange is not None:
+            return self.exchange(run, x_TC, ids_TK, weights_TK)
+        return run(x_TC, ids_TK, weights_TK)
 
 
 class MoE(nn.Module):
-    """exchanges: how counts of shared sequences are summed; set by parallel/apply.py."""
+    """A layer of experts: a router, the experts, and a shared expert that all tokens go through."""
+
+    exchanges: Exchanges = LOCAL
+    """How counts of shared sequences are summed; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "experts.down": RESIDUAL,
@@ -227,7 +206,6 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.exchanges: Exchanges = LOCAL
         self.router = Router(config, width)
         self.experts = Experts(config, width)
         self.shared = self.shared_gate = None
@@ -248,16 +226,17 @@ class MoE(nn.Module):
     @eager
     def _routed(self, x_TC: Tensor, ctx: SeqContext) -> tuple[Tensor, Tensor, Tensor]:
         """The experts' output, their part of the balance loss, and their counts."""
-        chosen = self.router(x_TC, ctx.token_ids)
+        config = self.config
+        ids_TK, weights_TK, scores_TE = self.router(x_TC, ctx.token_ids)
         real_T1 = ctx.is_real[:, None]
-        ids_TK = torch.where(real_T1, chosen.ids, self.config.experts)
-        weights_TK = torch.where(real_T1, chosen.weights, 0.0)
-        output_TC, counts_E = self.experts(x_TC, ids_TK, weights_TK)
-        return output_TC, self._auxiliary(chosen, ctx), counts_E
-
-    def _auxiliary(self, chosen: Chosen, ctx: SeqContext) -> Tensor:
-        if not self.config.aux_weight:
-            return chosen.scores.new_zeros(())
-        counts_SE = count_by_sequence(chosen.ids, self.config.experts, ctx)
+        output_TC, counts_E = self.experts(
+            x_TC,
+            torch.where(real_T1, ids_TK, config.experts),
+            torch.where(real_T1, weights_TK, 0.0),
+        )
+        if not config.aux_weight:
+            return output_TC, scores_TE.new_zeros(()), counts_E
+        counts_SE = count_by_sequence(ids_TK, config.experts, ctx)
         self.exchanges.sum_counts(ctx, counts_SE)
-        return self.config.aux_weight * balance_loss(counts_SE, chosen, ctx)
+        loss = balance_loss(counts_SE, scores_TE, config.top_k, ctx)
+        return output_TC, config.aux_weight * loss, counts_E

@@ -37,10 +37,8 @@ class Fill:
     """A std that does not follow the decoder's."""
     by_row: Callable[[Tensor, int], Tensor] | None = None
     """A function of rows' numbers and of how many there are."""
-    fan_in: bool = False
-    """The variance is 1 / (3·columns), that of torch's linear layers, but normal."""
     experts: int = 0
-    """Each row is a choice of distinct ones of so many experts; 0: it is not."""
+    """Each row chooses distinct ones of this many experts; 0: it is no choice of experts."""
 
 
 def _decay_rates(row: Tensor, count: int) -> Tensor:
@@ -73,35 +71,31 @@ STEP_BIASES = Fill(by_row=_step_biases)
 def fill_rows(
     name: str,
     shape: Sequence[int],
-    start: int,
-    stop: int,
+    rows: slice,
     *,
     seed: int,
     std: float = 0.0,
     constant: float = 0.0,
     rest: Sequence[slice] = (),
 ) -> Tensor:
-    """Rows start…stop of the tensor of that shape: normal around `constant`, or it for std 0.
+    """These rows of the tensor of that shape: normal around `constant`, or it for std 0.
 
     rest: ranges of the dims after the first; default: all of them.
     """
+    start, stop = rows.start, rows.stop
     if not 0 <= start <= stop <= shape[0]:
         raise ValueError(f"rows {start} to {stop} of {name} do not exist; it has {shape[0]} rows")
     width = tuple(shape[1:])
     columns = (slice(None), *rest)
     if start == stop or not std:
         return torch.full((), constant).expand(stop - start, *width)[columns].clone()
-    rows = max(1, BLOCK_VALUES // max(1, math.prod(width)))
-    first = start // rows
+    each = max(1, BLOCK_VALUES // max(1, math.prod(width)))
+    first = start // each
     blocks = []
-    for block in range(first, -(-stop // rows)):
-        count = min(rows, shape[0] - block * rows)
-        generator = torch.Generator().manual_seed(_seed_of(seed, name, block))
+    for block in range(first, -(-stop // each)):
+        count = min(each, shape[0] - block * each)
+        digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         blocks.append(torch.randn(count, *width, generator=generator)[columns])
-    values = torch.cat(blocks)[start - first * rows : stop - first * rows]
+    values = torch.cat(blocks)[start - first * each : stop - first * each]
     return values.mul_(std).add_(constant)
-
-
-def _seed_of(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

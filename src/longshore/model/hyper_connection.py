@@ -13,12 +13,8 @@ With weights of zeros, N = 2 and rows 1 and 3 of one channel: pre is ½ each, so
 is 1, mix ½ everywhere: a part that returns 5 leaves 5 + 2 = 7 in both rows.
 
 Weights are float32 at least, and so is what is computed from them. What reads whole rows is in
-ops/pointwise.py.
-
-T tokens, N residuals, C channels, S = N·C.
+ops/pointwise.py, `expand` too. T tokens, N residuals, C channels, S = N·C.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +22,10 @@ from torch import Tensor, nn
 from longshore.arch.decoder import HyperConfig
 from longshore.model.fill import NORMAL, ONES, ZEROS, Fill
 from longshore.model.norm_rope import Float32Parameters
-from longshore.ops.pointwise import collapse, expand, project
+from longshore.ops.pointwise import collapse, project
 
 FILLS: dict[str, Fill] = {"weight": NORMAL, "base": ZEROS, "scale": ONES}
 """First values of both modules' parameters."""
-
-
-class Mixing(NamedTuple):
-    """How a part's output and the rows become new rows."""
-
-    post: Tensor
-    """(T, N)."""
-    mix: Tensor
-    """(T, N, N): from row n to row k."""
 
 
 class _ProjectedRows(Float32Parameters):
@@ -54,21 +41,17 @@ class _ProjectedRows(Float32Parameters):
         self.scale = nn.Parameter(torch.ones(scales))
         nn.init.normal_(self.weight, std=0.02)
 
-    def projected(self, rows_TS: Tensor) -> Tensor:
-        """The projection of the rows' norm, in float32 at least."""
-        return project(rows_TS, self.weight, eps=self.norm_eps)
-
 
 class HyperConnection(_ProjectedRows):
-    """Of one part: weight ((2 + N)·N, S), base ((2 + N)·N), scale (3)."""
+    """Around one part: weight ((2 + N)·N, S), base ((2 + N)·N), scale (3)."""
 
     def __init__(self, config: HyperConfig, width: int, *, norm_eps: float) -> None:
         super().__init__(config, width, weights=config.weights, scales=3, norm_eps=norm_eps)
 
-    def forward(self, rows_TS: Tensor) -> tuple[Tensor, Mixing]:
-        """(T, C), and the weights of `expanded`."""
+    def forward(self, rows_TS: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The part's row (T, C), and the weights of `expand`: post (T, N) and mix (T, N, N)."""
         count, eps = self.config.count, self.config.eps
-        projected = self.projected(rows_TS)
+        projected = project(rows_TS, self.weight, eps=self.norm_eps)
         sizes = [count, count, count * count]
         parts = projected.split(sizes, dim=1), self.base.split(sizes), self.scale.unbind()
         pre_TN, post_TN, mix_TM = (
@@ -76,7 +59,7 @@ class HyperConnection(_ProjectedRows):
         )
         mix_TNN = _doubly_stochastic(mix_TM.unflatten(1, (count, count)), self.config)
         collapsed_TC = collapse(rows_TS, pre_TN.sigmoid() + eps)
-        return collapsed_TC, Mixing(2 * post_TN.sigmoid(), mix_TNN)
+        return collapsed_TC, (2 * post_TN.sigmoid(), mix_TNN)
 
 
 class Collapse(_ProjectedRows):
@@ -87,18 +70,9 @@ class Collapse(_ProjectedRows):
 
     def forward(self, rows_TS: Tensor) -> Tensor:
         """(T, C)."""
-        pre_TN = (self.projected(rows_TS) * self.scale + self.base).sigmoid() + self.config.eps
+        projected_TN = project(rows_TS, self.weight, eps=self.norm_eps)
+        pre_TN = (projected_TN * self.scale + self.base).sigmoid() + self.config.eps
         return collapse(rows_TS, pre_TN)
-
-
-def repeated(row_TC: Tensor, config: HyperConfig) -> Tensor:
-    """(T, S): the first residual rows, all alike."""
-    return row_TC.repeat(1, config.count)
-
-
-def expanded(output_TC: Tensor, rows_TS: Tensor, mixing: Mixing) -> Tensor:
-    """(T, S): the rows mixed, with the part's output added to each; in the rows' dtype."""
-    return expand(output_TC, rows_TS, mixing.post, mixing.mix)
 
 
 def _doubly_stochastic(logits_TNN: Tensor, config: HyperConfig) -> Tensor:

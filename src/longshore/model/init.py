@@ -24,8 +24,6 @@ from longshore.model.hyper_connection import FILLS as HYPER_FILLS
 from longshore.model.lora import factor_block, is_factor
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
-__all__ = ["fill_of", "fill_rows", "init_decoder", "initial_block"]
-
 
 def initial_block(
     config: DecoderConfig, name: str, shape: Sequence[int], index: Sequence[slice], *, seed: int
@@ -42,13 +40,9 @@ def initial_block(
         name = "embed.weight"
     if fill.constant is not None:
         constant = 0.0 if fill.norm and config.zero_centred else fill.constant
-        return fill_rows(
-            name, shape, rows.start, rows.stop, seed=seed, constant=constant, rest=rest
-        )
+        return fill_rows(name, shape, rows, seed=seed, constant=constant, rest=rest)
     if fill.experts:
-        scores = fill_rows(
-            name, (shape[0], fill.experts), rows.start, rows.stop, seed=seed, std=1.0
-        )
+        scores = fill_rows(name, (shape[0], fill.experts), rows, seed=seed, std=1.0)
         table = scores.argsort(dim=1, stable=True)[:, : shape[1]]
         return table[(slice(None), *rest)].float()
     if fill.by_row is not None:
@@ -57,7 +51,7 @@ def initial_block(
     std = config.init_std * fill.std if fill.own_std is None else fill.own_std
     if fill.residual:
         std /= (2 * len(config.layers)) ** 0.5
-    return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
+    return fill_rows(name, shape, rows, seed=seed, std=std, rest=rest)
 
 
 def init_decoder(model: Decoder, seed: int) -> None:
@@ -89,15 +83,15 @@ def _has(layers: tuple[LayerConfig, ...], index: str) -> bool:
 
 
 def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
-    place, *rest = name
-    if place in ("mixer_norm", "mlp_norm"):
+    child, *rest = name
+    if child in ("mixer_norm", "mlp_norm"):
         return NORM
-    if place in ("mixer_hyper", "mlp_hyper") and layer.residuals:
+    if child in ("mixer_hyper", "mlp_hyper") and layer.residuals:
         return HYPER_FILLS[rest[-1]]
-    part = layer.mixer if place == "mixer" else layer.mlp
+    part = layer.mixer if child == "mixer" else layer.mlp
     assert part is not None
     if part.id_rows and rest == ["router", "table"]:
         return Fill(experts=part.routed_experts)
-    modules = MIXERS if place == "mixer" else FEED_FORWARDS
+    modules = MIXERS if child == "mixer" else FEED_FORWARDS
     own: Mapping[str, Fill] = getattr(modules[type(part)], "FILLS", {})
     return own.get(".".join(rest), ZEROS if rest[-1] == "bias" else NORMAL)

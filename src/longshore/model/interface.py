@@ -4,73 +4,39 @@ In: a SeqContext. Out, for each of its packs, an `Exchange`: what a lane fetches
 shares with others, and what it returns to them. Attention, scans, experts and mixers of a user's
 own reach tokens of other lanes through it and in no other way:
 
-    @eager
-    def _mix(self, x_TC, ctx):
-        return over_packs(running_mean, ctx, self.exchanges, x_TC)
-
     def running_mean(exchange, x_TC):                  # called once for each pack, with its rows
         pack_NC = exchange.gather(x_TC)                # all rows of the pack, in order
         return exchange.shard(mean(pack_NC, exchange.pack.padded))        # this lane's rows of it
 
-`forward_steps` and `backward_steps` say when attention begins the collectives of its packs, so that
-some travel while others are attended to. Packs of CP sizes 8, 4 and 1:
-
-    forward     gather 8, attend 1, gather 4, attend 8, attend 4
-    backward    gather 8, gather 4, attend 1, attend 8, reduce 8, attend 4, reduce 4
-
-No deadlock, and one order of NCCL's communicators on all ranks: collectives are begun in the order
-of (pass, gather before reduce, falling cp_size, first_lane). That key depends on the collective
-alone, never on the lane that begins it, so all lanes follow one total order, however different
-their packs are; groups need not even be nested. One gather ahead in backward, as forward, would
-break this: of sizes 4, 3 and 2 a lane with all three would begin reduce 4 before gather 2, a lane
-without the pack of size 3 after it.
-
-`LOCAL`, which a module begins with, serves packs that the lane holds whole; parallel/apply.py puts
-the exchanges of a CP group in its place. model/ itself knows no process group.
+    over_packs(running_mean, ctx, self.exchanges, x_TC)               # in a method marked @eager
 
 A decoder of two layers of experts and one depth of multi-token prediction returns, with labels,
 Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
-
-A mixer may have a loss of its own: its `forward` (of a ThreeStepMixer: its `core`) then returns a
-pair, the rows and the 0-dim sum of that loss over this lane's real rows (ctx.is_real), times its
-weight. The step divides the sum by the real tokens of all lanes and adds it to the loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from longshore.arch.cuts import TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.model.norm_rope import Tables
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan.layout import Stage
-from longshore.settings import AttentionKind, ScanKind
+from longshore.settings import AttentionKind, Kernels, ScanKind
+from longshore.user_code import is_installed
 
 Rows = tuple[Tensor, ...]
 
-
-class PendingRows(Protocol):
-    """Rows that are on their way. `wait()`, called once, lets what follows on the stream use them.
-
-    On CUDA the host does not wait.
-    """
-
-    def wait(self) -> tuple[Tensor, ...]: ...
-
-
-class HereAlready:
-    """Rows that nothing has to be waited for."""
-
-    def __init__(self, rows: tuple[Tensor, ...]) -> None:
-        self.rows = rows
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.rows
+PendingRows = Callable[[], Rows]
+"""Waits for rows that are on their way, so that what follows on the stream can use them; called
+once. On CUDA the host does not wait."""
 
 
 class Exchange:
@@ -83,14 +49,14 @@ class Exchange:
     size = 1
     """Lanes that share the pack: its CP size."""
     rank = 0
-    """The place of this lane among them."""
+    """The index of this lane among them."""
 
     def __init__(self, pack: PackContext) -> None:
         self.pack = pack
 
     @property
     def bounds(self) -> Boundaries:
-        """Of the lane's own rows: where each chunk, or at CP size 1 each sequence, begins."""
+        """Where each chunk, or at CP size 1 each sequence, begins among the lane's own rows."""
         return self.pack.padded
 
     @property
@@ -98,18 +64,18 @@ class Exchange:
         """Boundaries of the rows of `begin_visible`: one span for each span of `bounds`."""
         return self.pack.padded
 
-    def begin_visible(self, rows: tuple[Tensor, ...]) -> PendingRows:
+    def begin_visible(self, rows: Rows) -> PendingRows:
         """For each chunk of the lane, all rows of its sequence up to the chunk's last; no autograd.
 
-        What is computed before `wait()` runs at the same time. Collectives are issued here, not in
-        `wait()`: begin them in the order of `forward_steps`. Whoever calls it keeps only the lane's
+        What is computed before the wait runs at the same time. Collectives are issued here, not in
+        the wait: begin them in the order of `forward_steps`. Whoever calls it keeps only the lane's
         own rows for backward, and calls it again there.
         """
-        return HereAlready(rows)
+        return lambda: rows
 
-    def begin_return_visible(self, grads: tuple[Tensor, ...]) -> PendingRows:
+    def begin_return_visible(self, grads: Rows) -> PendingRows:
         """The gradients of the lane's own rows, from those of what all lanes were given."""
-        return HereAlready(grads)
+        return lambda: grads
 
     def gather(self, rows: Tensor) -> Tensor:
         """All rows of the pack in natural order; differentiable."""
@@ -119,7 +85,7 @@ class Exchange:
         """The lane's own rows, from those of the whole pack in natural order."""
         return rows
 
-    def to_heads(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def to_heads(self, parts: Rows) -> Rows:
         """Parts (T, heads, …) of the lane's rows as (N, heads / size, …), in natural order.
 
         All rows of the pack with this lane's share of the heads; heads may differ between parts.
@@ -148,7 +114,7 @@ class Exchange:
     def gather_chunks(self, values: Tensor) -> Tensor:
         """(2·size, S, …): a value of each chunk of every sequence, chunks in natural order.
 
-        values: (2·S, …), of this lane's chunks: of each sequence the early one, then the late one.
+        values: (2·S, …), for each sequence that of this lane's early chunk, then of its late one.
         """
         by_chunk: Tensor = values.unflatten(0, (-1, 2))
         return by_chunk.transpose(0, 1)
@@ -158,14 +124,12 @@ class Exchange:
 
 
 class Exchanges:
-    """Makes the exchange of each pack. Here a pack that lanes share is refused.
-
-    attention, scan: which way is taken where there are several; see model/attention.py and
-    model/recurrent.py.
-    """
+    """Makes the exchange of each pack. Here a pack that lanes share is refused."""
 
     attention: AttentionKind = "auto"
+    """How attention serves a shared pack; see model/attention.py."""
     scan: ScanKind = "auto"
+    """How a scan serves one; see model/recurrent.py."""
 
     def shared(self, pack: PackContext) -> Exchange:
         """The exchange of a pack that several lanes share."""
@@ -186,7 +150,8 @@ class Exchanges:
 
 
 LOCAL = Exchanges()
-"""For one lane: what every module begins with."""
+"""Serves packs that the lane holds whole: what every module begins with. parallel/apply.py puts the
+exchanges of CP groups in its place; model/ itself knows no process group."""
 
 
 def over_packs(
@@ -208,54 +173,89 @@ def joined(parts: list[Tensor], *, dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-class PackStep(NamedTuple):
-    """pack: its place among the packs."""
-
-    action: Literal["gather", "attend", "reduce"]
-    pack: int
+PackStep = tuple[Literal["gather", "attend", "reduce"], int]
+"""What attention does next, and the index of the pack it does it with."""
 
 
 def forward_steps(cp_sizes: Sequence[int]) -> list[PackStep]:
-    """For packs of falling CP size; one gather is ahead of the attention."""
+    """When attention begins the gathers of its packs: one travels while another is attended to.
+
+    CP sizes 8, 4 and 1: gather 8, attend 1, gather 4, attend 8, attend 4.
+
+    No deadlock, and one order of NCCL's communicators on all ranks: collectives are begun in the
+    order of (pass, gather before reduce, falling cp_size, first_lane). That key depends on the
+    collective alone, never on the lane that begins it, so all lanes follow one total order, however
+    different their packs are; groups need not even be nested.
+    """
     shared, whole = _shared_and_whole(cp_sizes)
-    steps = [PackStep("gather", pack) for pack in shared[:1]]
-    steps += [PackStep("attend", pack) for pack in whole]
-    for place, pack in enumerate(shared):
-        steps += [PackStep("gather", ahead) for ahead in shared[place + 1 : place + 2]]
-        steps.append(PackStep("attend", pack))
+    steps: list[PackStep] = [("gather", pack) for pack in shared[:1]]
+    steps += [("attend", pack) for pack in whole]
+    for index, pack in enumerate(shared):
+        steps += [("gather", ahead) for ahead in shared[index + 1 : index + 2]]
+        steps.append(("attend", pack))
     return steps
 
 
 def backward_steps(cp_sizes: Sequence[int]) -> list[PackStep]:
-    """All gathers first: they bring at most what one pack of the largest size, over all of the
-    lane's tokens, would bring."""
+    """CP sizes 8, 4 and 1: gather 8, gather 4, attend 1, attend 8, reduce 8, attend 4, reduce 4.
+
+    All gathers come first: they bring at most what one pack of the largest size, over all of the
+    lane's tokens, would bring. One gather ahead, as forward, would break the total order: of sizes
+    4, 3 and 2 a lane with all three would begin reduce 4 before gather 2, one without the pack of
+    size 3 after it.
+    """
     shared, whole = _shared_and_whole(cp_sizes)
-    steps = [PackStep("gather", pack) for pack in shared]
-    steps += [PackStep("attend", pack) for pack in whole]
+    steps: list[PackStep] = [("gather", pack) for pack in shared]
+    steps += [("attend", pack) for pack in whole]
     for pack in shared:
-        steps += [PackStep("attend", pack), PackStep("reduce", pack)]
+        steps += [("attend", pack), ("reduce", pack)]
     return steps
 
 
 def _shared_and_whole(cp_sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The places of packs that lanes share, and of those that the lane holds whole."""
+    """Indices of the packs that lanes share, and of those that the lane holds whole."""
     assert list(cp_sizes) == sorted(cp_sizes, reverse=True), "packs are ordered by falling CP size"
-    shared = [place for place, size in enumerate(cp_sizes) if size > 1]
-    return shared, [place for place, size in enumerate(cp_sizes) if size == 1]
+    shared = [pack for pack, size in enumerate(cp_sizes) if size > 1]
+    return shared, list(range(len(shared), len(cp_sizes)))
 
 
-class Opaque:
-    """A context that a compiled block carries but does not look into.
+HostTableMaker = Callable[..., None]
+"""maker(pack, setting=TableSetting): makes tables that a mixer reads among a pack's boundaries.
 
-    torch.compile reads every field of a frozen dataclass that it meets (torch 2.11 does), and would
-    recompile a block for each number of sequences; a plain object it passes on as it is.
+The class of a mixer names its makers in `table_makers(config)`; the packing step calls all of them
+on the host, equal ones once. A table moves to the device with its boundaries, where the op looks
+for it by name, and makes it if it is missing: what a maker leaves out costs time, and nothing else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSetting:
+    """What decides which tables ops will look for."""
+
+    scan: ScanKind
+    """How lanes share a scan."""
+    device: torch.device
+    """Where the ops run."""
+    kernels: Kernels
+    """auto, or plain for none but torch's own."""
+
+    def has(self, package: str) -> bool:
+        """Whether kernels of this package may serve; a call's tensors may still be refused."""
+        return self.device.type == "cuda" and self.kernels == "auto" and is_installed(package)
+
+
+class UntracedContext:
+    """A context that torch.compile carries through a block without reading its fields.
+
+    It reads every field of a frozen dataclass that it meets (torch 2.11 does), and would recompile
+    a block for each number of sequences; a plain object it passes on as it is.
     """
 
     def __init__(self, ctx: SeqContext) -> None:
         self.ctx = ctx
 
 
-Context = SeqContext | Opaque
+Context = SeqContext | UntracedContext
 """What the parts of a block are given; a method marked @eager gets the SeqContext."""
 
 Returned = TypeVar("Returned")
@@ -270,14 +270,15 @@ def eager(method: Callable[..., Returned]) -> Callable[..., Returned]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(method)
     def run(*args: object) -> Returned:
-        return method(*(arg.ctx if isinstance(arg, Opaque) else arg for arg in args))
+        return method(*(arg.ctx if isinstance(arg, UntracedContext) else arg for arg in args))
 
     return run  # type: ignore[no-any-return]
 
 
 Mixed = Tensor | tuple[Tensor, Tensor]
 """What a mixer returns: its rows; and, if it has a loss of its own, that loss (0-dim): the sum over
-this lane's real rows, times its weight."""
+this lane's real rows (ctx.is_real), times its weight. The step divides it by the real tokens of all
+lanes and adds it to the loss."""
 
 
 def with_loss(mixed: Mixed) -> tuple[Tensor, Tensor | None]:
@@ -300,6 +301,9 @@ class ThreeStepMixer(nn.Module):
 
     train/cuda_graph.py replays the steps on their own where the core cannot be.
     """
+
+    exchanges: Exchanges = LOCAL
+    """How the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
         """Rows for the core, and rows that `after` reads beside the core's output."""
@@ -341,7 +345,7 @@ class Routed(NamedTuple):
     counts: Tensor
     """How many tokens each expert got, (E), without gradient."""
     depth: int = 0
-    """Of multi-token prediction, 0 in the decoder itself: which tokens were counted."""
+    """The depth of multi-token prediction whose tokens were counted; 0 in the decoder itself."""
 
 
 class MixerLoss(NamedTuple):
@@ -350,7 +354,7 @@ class MixerLoss(NamedTuple):
     total: Tensor
     """0-dim: the sum over this lane's real rows, times its weight."""
     depth: int = 0
-    """Of multi-token prediction, 0 in the decoder itself: which rows were counted."""
+    """The depth of multi-token prediction whose rows were counted; 0 in the decoder itself."""
 
 
 Reader = Callable[[Tensor, OutputLayer, Tensor], Tensor]
@@ -364,11 +368,11 @@ class Output(NamedTuple):
     values: Tensor
     """Hidden states, logits, losses or what a Reader returned."""
     routed: tuple[Routed, ...] = ()
-    """Of each layer of experts, in their order."""
+    """What each layer of experts did, in their order."""
     mtp: tuple[Tensor, ...] = ()
     """The losses (T) of each depth of multi-token prediction."""
     mixer_losses: tuple[MixerLoss, ...] = ()
-    """Of each layer whose mixer has a loss of its own, in their order."""
+    """The losses of layers whose mixer has one of its own, in their order."""
 
 
 class Layer(nn.Module):
@@ -423,6 +427,13 @@ class LanguageModel(nn.Module):
     """Parameters that must be computed in float32 at least, but are not kept so by FSDP."""
     computing_dtype: torch.dtype
     """What a sharded model computes in; its parameters may be wider. Set by parallel/fsdp.py."""
+    round_setting: tuple[bool, bool] | None = None
+    """Whether FSDP sums gradients in this round, and whether it is the last; set by begin_round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuts: dict[str, TensorCut] = {}
+        """What TP or EP left of parameters on this rank, by name; set by parallel/."""
 
     def blocks(self) -> list[Layer]:
         """Its layers, each with its slots for parallel/apply.py."""

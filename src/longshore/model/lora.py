@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LayerConfig, LoRAConfig
 from longshore.model.feed_forward import AdaptedGatedLinear, GatedLinear
-from longshore.model.fill import ZEROS, Fill, fill_rows
+from longshore.model.fill import fill_rows
 from longshore.model.norm_rope import Float32Parameters
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.linear import AdaptedLinear, LowRank, adapt
@@ -29,13 +29,12 @@ KINDS: dict[type[nn.Linear], type[nn.Linear]] = {
     GatedLinear: AdaptedGatedLinear,
 }
 """The linear layers that can have factors, and what they become."""
-FACTOR_FILLS = {"a": Fill(fan_in=True), "b": ZEROS}
+B_STD = 0.0
+"""The first values of `b`: zeros, but tests let both factors have gradients."""
 
 
 def add_factors(
-    model: nn.Module,
-    config: LoRAConfig,
-    linears: Iterable[tuple[str, nn.Linear]] | None = None,
+    model: nn.Module, config: LoRAConfig, linears: Iterable[tuple[str, nn.Linear]] | None = None
 ) -> None:
     """Puts factors beside the targets, and freezes all else, in place.
 
@@ -65,8 +64,8 @@ def _add(linear: nn.Linear, *, rank: int, scale: float) -> None:
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """All that can have factors, by their names in the decoder."""
     for name, module in model.named_modules():
-        place = name.split(".")
-        is_inside = place[0] == "layers" or place[::2][:2] == ["mtp", "block"]
+        path = name.split(".")
+        is_inside = path[0] == "layers" or path[::2][:2] == ["mtp", "block"]
         if is_inside and isinstance(module, nn.Linear) and type(module) in KINDS:
             yield name, module
 
@@ -74,9 +73,9 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def factor_block(name: str, shape: Sequence[int], index: Sequence[slice], *, seed: int) -> Tensor:
     """A block of the first values of a factor of that name, however it is cut; on the CPU."""
     rows, *rest = index
-    fill = FACTOR_FILLS[name.rpartition(".")[2]]
-    std = (3 * shape[1]) ** -0.5 if fill.fan_in else fill.own_std or 0.0
-    return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
+    # The variance of torch's linear layers, 1 / (3·columns), but normal.
+    std = (3 * shape[1]) ** -0.5 if name.endswith(".a") else B_STD
+    return fill_rows(name, shape, rows, seed=seed, std=std, rest=rest)
 
 
 def is_factor(name: str) -> bool:
@@ -112,12 +111,10 @@ def name_refusals(config: LoRAConfig, names: Sequence[str]) -> Iterator[str]:
 
 
 def _names(config: DecoderConfig) -> Iterator[str]:
-    """Of all linear layers; layers of one kind are built once."""
-    known: dict[LayerConfig, list[str]] = {}
+    """Names of all linear layers; layers of one kind are built once."""
+    known = {layer: _names_in(layer, config) for layer in {*config.layers, *config.mtp}}
     for start, layers in (("layers.{}", config.layers), ("mtp.{}.block", config.mtp)):
         for number, layer in enumerate(layers):
-            if layer not in known:
-                known[layer] = _names_in(layer, config)
             yield from (f"{start.format(number)}.{name}" for name in known[layer])
 
 

@@ -1,21 +1,14 @@
-"""RMS norms, plain and with a gate, and parameters that are never cast.
+"""RMS norms, plain and with a gate, parameters that are never cast, and rotary tables.
 
-In: (…, C), and for a gated norm the gate's rows. Out: the same shape and dtype. Half precision is
-normed in float32. The row [3, 4] has root mean square sqrt(12.5), so with a weight of ones and no
-eps it becomes [0.849, 1.131]; a zero-centred norm does the same with a weight of zeros. With a gate
-so large that silu(gate) = gate = [g, g], NormAfterGate (Mamba2) gives [0.849, 1.131] whatever g is,
-NormBeforeGate (gated delta net) [0.849·g, 1.131·g].
+A norm takes (…, C), with a gate its rows too, and returns the same shape and dtype; half precision
+is normed in float32. The row [3, 4] has root mean square sqrt(12.5), so with a weight of ones and
+no eps it becomes [0.849, 1.131]; a zero-centred norm does the same with a weight of zeros. With a
+gate so large that silu(gate) = gate = [g, g], NormAfterGate (Mamba2) gives [0.849, 1.131] whatever
+g is, NormBeforeGate (gated delta net) [0.849·g, 1.131·g].
 
-Rotary tables: the cosine and sine by which each pair of dims is rotated at each token.
-
-In: the layers' RopeConfigs and the context. Out: for each config (cos, sin) of shape (T, R), R half
-of its rotary_dim; ops/pointwise.py rotates dims i and i + R together. Scalings that depend on
- the length take each sequence's own, so that packing changes nothing.
-
-With theta 100 and 4 rotary dims the frequencies are 1 and 0.1: at position 3 the pair (0, 2) is
-rotated by 3 and the pair (1, 3) by 0.3 radians. LinearScaling(factor=2) halves both.
-
-Frequencies and angles are float64: at position 100,000 a float32 angle is wrong by up to 0.004.
+A rotary table is the (cos, sin), each (T, R), by which ops/pointwise.py rotates dims i and i + R
+together; R is half of the RopeConfig's rotary_dim. With theta 100 and 4 rotary dims the frequencies
+are 1 and 0.1: at position 3 the pair (0, 2) is rotated by 3 and the pair (1, 3) by 0.3 radians.
 """
 
 import math
@@ -39,7 +32,6 @@ from longshore.ops.pointwise import (
     add_norm,
     norm_after_gate,
     norm_before_gate,
-    norm_rotate_both,
     rms_norm,
     shared_norm_after_gate,
 )
@@ -58,16 +50,6 @@ class RMSNorm(nn.Module):
         """x + delta, or x itself, and its norm in the weight's dtype."""
         return add_norm(x, delta, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
 
-    def rotated_with(
-        self, k_norm: "RMSNorm", q_THD: Tensor, k_TKD: Tensor, table: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of each head of q and, by k_norm, of k, rotated."""
-        weights, eps, centred = (self.weight, k_norm.weight), self.norm.eps, self.norm.zero_centred
-        return norm_rotate_both(q_THD, k_TKD, weights, eps, *table, zero_centred=centred)
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.norm.eps:g}"
-
 
 class Float32Parameters(nn.Module):
     """A module whose parameters keep their dtype while others are cast to that of the arithmetic.
@@ -80,13 +62,10 @@ class Float32Parameters(nn.Module):
 
 
 class NormAfterGate(nn.Module):
-    """weight · norm(x · silu(gate)), each of `groups` parts of the channels normed apart.
-
-    mean_over_ranks: of mean squares (…, 1), where ranks share the channels of one part; set by
-    parallel/tensor.py.
-    """
+    """weight · norm(x · silu(gate)), each of `groups` parts of the channels normed apart."""
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """The mean of mean squares (…, 1), where ranks share a part's channels; set by parallel/."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -136,14 +115,15 @@ class _Tables(Tables):
 def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype) -> Tables:
     """(cos, sin) of each config, float32, or float64 where that is the model's dtype.
 
-    Nothing is read back from the device.
+    Scalings that depend on the length take each sequence's own, so that packing changes nothing.
+    Angles are float64: at position 100,000 a float32 angle is wrong by up to 0.004. Nothing is read
+    back from the device.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    tables = {}
     positions_T1 = ctx.positions.double()[:, None]
-    for rope in ropes:
-        tables[rope] = _cos_sin(rope, positions_T1 * _by_token(rope, ctx), wide)
-    return _Tables(tables)
+    return _Tables(
+        {rope: _cos_sin(rope, positions_T1 * _by_token(rope, ctx), wide) for rope in ropes}
+    )
 
 
 def rope_at(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -163,17 +143,15 @@ def _cos_sin(rope: RopeConfig, angles: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 def _by_token(rope: RopeConfig, ctx: SeqContext) -> Tensor:
     """Frequencies of each token, (T, R), or (1, R) where they do not depend on the length."""
-    device = ctx.positions.device
-    lengths_S = ctx.lengths.double()
-    scaling = rope.scaling
+    plain = _on_device(rope, False, ctx.positions.device)
+    lengths_S, scaling = ctx.lengths.double(), rope.scaling
     if isinstance(scaling, DynamicScaling):
         by_sequence = _dynamic(rope, scaling, lengths_S)
     elif isinstance(scaling, LongRopeScaling):
-        short = _on_device(rope, False, device)
-        long = _on_device(rope, True, device)
-        by_sequence = torch.where((lengths_S > scaling.original_length)[:, None], long, short)
+        long = _on_device(rope, True, ctx.positions.device)
+        by_sequence = torch.where((lengths_S > scaling.original_length)[:, None], long, plain)
     else:
-        return _on_device(rope, False, device)[None]
+        return plain[None]
     return by_sequence[ctx.sequence_index]
 
 

@@ -9,15 +9,13 @@ register_mixer or register_feed_forward:
 A mixer is called mixer(x_TC, ctx, tables) and gives (T, C); a feed-forward part mlp(x_TC, ctx)
 gives (T, C) and what its experts did, or None. Both are made with (config, width, norm=…). They
 read ctx in methods marked @eager only, and reach rows of other lanes through `self.exchanges`; see
-model/interface.py. Their classes may have two more members, which need no module:
+model/interface.py. Their classes may have two more members:
 
-    FILLS                  how those parameters begin, by their names below the module, that do not
-                           begin as matrices and biases do; see model/init.py
-    table_makers(config)   what makes the tables of boundaries that it reads: model/host_tables.py
+    FILLS                  how parameters begin that are no matrices or biases: model/init.py
+    table_makers(config)   what makes the tables of boundaries that it reads: HostTableMaker
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +30,12 @@ from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import TableMaker
 from longshore.model.attention import MLA, Attention
 from longshore.model.feed_forward import MLP, MoE
-from longshore.model.host_tables import HostTableMaker, TableSetting
+from longshore.model.interface import HostTableMaker, TableSetting
 from longshore.model.recurrent import DeltaNet, Mamba2
 from longshore.model.sparse_attention import SparseAttention
 from longshore.settings import Kernels, ScanKind
 
-Modules = dict[type, Any]
+Modules = dict[type, type[nn.Module]]
 MIXERS: Modules = {
     AttentionConfig: Attention,
     MLAConfig: MLA,
@@ -60,17 +58,15 @@ def register_feed_forward(config: type[Part], module: type[nn.Module]) -> None:
 
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The mixer of a config, for hidden states of `width`; norm: the config of its norms."""
-    module: nn.Module = module_class(MIXERS, config)(config, width, norm=norm)
-    return module
+    return module_class(MIXERS, config)(config, width, norm=norm)
 
 
 def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The feed-forward part of a config, for hidden states of `width`."""
-    module: nn.Module = module_class(FEED_FORWARDS, config)(config, width, norm=norm)
-    return module
+    return module_class(FEED_FORWARDS, config)(config, width, norm=norm)
 
 
-def module_class(modules: Modules, config: Part) -> Any:  # noqa: ANN401 - a class of modules
+def module_class(modules: Modules, config: Part) -> type[nn.Module]:
     """The class of MIXERS or of FEED_FORWARDS that a config stands for."""
     kind = modules.get(type(config))
     if kind is None:

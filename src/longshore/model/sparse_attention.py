@@ -10,25 +10,13 @@ The index reads detached rows: its loss trains the index alone, and no other los
 loss is the divergence of its scores, as a softmax over the chosen entries, from how much attention
 these got from all heads.
 
+A lane that shares a pack has two chunks of each sequence. It fetches the rows before each (a halo),
+pools the groups that end in its chunks, and gets the entries of all lanes.
+
 T tokens, E entries; H heads of width D; X = D channels that are pooled, or 2·D where groups
 overlap; J heads of the index of width I; K chosen entries. DeepSeek-V4-Flash with H 64, D 512 at a
 length of 65,536: a token sees 128 tokens and of its up to 16,384 entries the best 512, or at ratio
-128 all of up to 512.
-
-Hugging Face rotates dims 2i and 2i + 1 together, `rotate` dims i and i + R; see model/attention.py.
-The weights are put into our order on the way in, and back on the way out (hf/deepseek.py).
-
-Tables of a pack that compressed sparse attention reads: who sees what, what an entry pools.
-
-In: a pack, a layer's window and ratio, the device. Out: EntryTables, shared by all layers with the
-same window and ratio. The loader makes them on the host (model/host_tables.py); what is missing is
-made here at its first use. The arithmetic is plan/shapes.py's.
-
-A pack of sequences of 3 and 5 tokens, window 2, ratio 4 with overlapping groups: one entry at
-position 0, made of rows −1 −1 −1 −1 3 4 5 6, which the last two rows see.
-
-A lane that shares a pack has two chunks of each sequence. It fetches the rows before each (a halo),
-pools the groups that end in its chunks, and gets the entries of all lanes.
+128 all of up to 512. Dims are rotated in another order than Hugging Face's: see MLA.
 """
 
 from collections.abc import Mapping
@@ -41,17 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longshore.arch.part import Norm
-from longshore.arch.rope import RopeConfig
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
-from longshore.model.host_tables import HOST, HostTableMaker, TableSetting
 from longshore.model.interface import (
-    LOCAL,
     Exchange,
-    Exchanges,
+    HostTableMaker,
     Mixed,
     Rows,
+    TableSetting,
     ThreeStepMixer,
     joined,
 )
@@ -78,7 +64,7 @@ from longshore.plan.shapes import (
 
 @dataclass(frozen=True, slots=True)
 class EntryKind:
-    """What the tables of a layer depend on besides the pack."""
+    """What the tables of a layer depend on besides the pack; called, it is their HostTableMaker."""
 
     window: int
     """Tokens that a token sees."""
@@ -91,6 +77,10 @@ class EntryKind:
     def of(config: SparseAttentionConfig) -> "EntryKind":
         return EntryKind(config.window, config.ratio, config.index is not None)
 
+    def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
+        """Makes the tables on the host."""
+        entry_tables(pack, self, torch.device("cpu"))
+
     def __str__(self) -> str:
         overlap = ", overlapping" if self.overlap else ""
         return f"entries of {self.ratio}{overlap}, window {self.window}"
@@ -98,14 +88,18 @@ class EntryKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryTables:
-    """On the device."""
+    """Who sees what in a pack, and what an entry pools, on the device.
+
+    A pack of sequences of 3 and 5 tokens, window 2, ratio 4 with overlapping groups: one entry at
+    position 0, made of rows −1 −1 −1 −1 3 4 5 6, which the last two rows see.
+    """
 
     ranges: RowRanges
     """What each row sees, of the lane's rows after halos and of all entries."""
     rows: Tensor
     """int32 (E, G): the rows that each entry of the lane's pools, −1 for none."""
     positions: Tensor
-    """int32 (E): of the first token of each entry's own group."""
+    """int32 (E): position of the first token of each entry's own group."""
     shared: "SharedEntries | None" = None
     """Where lanes share the pack."""
 
@@ -117,43 +111,25 @@ class SharedEntries:
     halo: int
     """Rows that are fetched before each chunk."""
     after_halos: Tensor
-    """int32: of all halos and then the lane's rows, each chunk after its halo."""
+    """int32: indices into all halos and then the lane's rows, each chunk after its halo."""
     order: Tensor
     """int32: where each entry of the pack is among those that all lanes sent."""
     most: int
-    """To so many entries each lane's are padded."""
+    """Each lane's entries are padded to this many."""
 
 
 def entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
+    """The tables of all layers of this kind, made at their first use unless the loader did."""
     return table(pack.padded, str(kind), lambda: _entry_tables(pack, kind, device))
 
 
-@dataclass(frozen=True, slots=True)
-class EntryTableMaker:
-    """Makes the tables of layers of this kind on the host, see model/host_tables.py."""
-
-    kind: EntryKind
-
-    def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
-        entry_tables(pack, self.kind, HOST)
-
-
-def entry_rope(
-    pack: PackContext, kind: EntryKind, rope: RopeConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of each entry, (E, R), float32 or more."""
-    positions = entry_tables(pack, kind, device).positions
-    wide = torch.promote_types(dtype, torch.float32)
-    name = f"{kind}, rotated by {rope} in {wide}"
-    return table(pack.padded, name, lambda: rope_at(rope, positions, wide))
-
-
 def _entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
-    spans, shared = whole_spans(pack.padded.offsets, pack.lengths, kind.ratio), None
-    offsets = pack.padded.offsets
-    if pack.zigzag is not None:
-        spans, shared = _shared(pack, kind, device)
+    if pack.zigzag is None:
+        offsets, shared = pack.padded.offsets, None
+        spans = whole_spans(offsets, pack.lengths, kind.ratio)
+    else:
         offsets = pack.zigzag.chunks.offsets
+        spans, shared = _shared(pack, kind, device)
     near, entries = near_rows(spans, kind.window), visible_entries(spans, kind.ratio)
     numbers, _ = owned_entries(spans, kind.ratio)
     return EntryTables(
@@ -168,16 +144,11 @@ def _shared(
     pack: PackContext, kind: EntryKind, device: torch.device
 ) -> tuple[Spans, SharedEntries]:
     joints = np.asarray(pack.padded.offsets, dtype=np.int64)
-    halo = halo_rows(kind.window, kind.ratio, overlap=kind.overlap)
+    padded = joints[1:] - joints[:-1]
+    halo, size = halo_rows(kind.window, kind.ratio, overlap=kind.overlap), pack.group.cp_size
     lanes = [
-        chunk_spans(
-            joints[1:] - joints[:-1],
-            kind.ratio,
-            cp_rank=rank,
-            cp_size=pack.group.cp_size,
-            halo=halo,
-        )
-        for rank in range(pack.group.cp_size)
+        chunk_spans(padded, kind.ratio, cp_rank=rank, cp_size=size, halo=halo)
+        for rank in range(size)
     ]
     own = lanes[pack.group.cp_rank]
     order, most = gathered_entries(lanes, kind.ratio)
@@ -194,7 +165,7 @@ class SinksAndBiases(Float32Parameters):
     """What is added to scores and to gates.
 
     sinks: a logit of each head, which takes attention from all it sees. entries, index: what is
-    added to the gates of each token of a group, by its place there.
+    added to the gates of each token of a group, by its index there.
     """
 
     def __init__(self, config: SparseAttentionConfig) -> None:
@@ -245,7 +216,7 @@ class EntryIndex(nn.Module):
 
 
 class SparseAttention(ThreeStepMixer):
-    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+    """Compressed sparse attention: near tokens, and pooled entries of those further back."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "o_up.weight": RESIDUAL,
@@ -260,12 +231,11 @@ class SparseAttention(ThreeStepMixer):
 
     @staticmethod
     def table_makers(config: SparseAttentionConfig) -> tuple[HostTableMaker, ...]:
-        return (EntryTableMaker(EntryKind.of(config)),)
+        return (EntryKind.of(config),)
 
     def __init__(self, config: SparseAttentionConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config, self.eps = config, norm.eps
-        self.exchanges: Exchanges = LOCAL
         self.rope = config.ropes[0]
         self.start = config.head_dim - config.rope_dim
         self.kind = EntryKind.of(config)
@@ -308,14 +278,11 @@ class SparseAttention(ThreeStepMixer):
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Mixed:
         mixed, losses = list[Tensor](), list[Tensor]()
         for exchange in self.exchanges.each(ctx):
-            own = tuple(row[exchange.pack.rows] for row in rows)
-            if self.index is None:
-                mixed.append(self._attend_all(exchange, apart, own))
-                continue
-            is_real_T = ctx.is_real[exchange.pack.rows]
-            attended, loss = self._attend_chosen(exchange, is_real_T, apart, own)
-            mixed.append(attended)
-            losses.append(loss)
+            is_real_T, *own = (row[exchange.pack.rows] for row in (ctx.is_real, *rows))
+            attend = self._attend_all if self.index is None else self._attend_chosen
+            attended_THD, *loss = attend(exchange, is_real_T, apart, *own)
+            mixed.append(attended_THD)
+            losses += loss
         if self.config.index is None:
             return joined(mixed)
         return joined(mixed), torch.stack(losses).sum() * self.config.index.loss_weight
@@ -330,30 +297,25 @@ class SparseAttention(ThreeStepMixer):
         output_TC: Tensor = self.o_up(down.flatten(1))
         return output_TC
 
-    def _attend_all(self, exchange: Exchange, apart: Rows, rows: Rows) -> Tensor:
-        """To the window, and to all entries where there are any."""
-        q_THD, *keys = rows
+    def _attend_all(
+        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, q_THD: Tensor, *rows: Tensor
+    ) -> Rows:
+        """Attends to the window, and to all entries where there are any."""
         sinks_H, *bias = apart
         tables = entry_tables(exchange.pack, self.kind, q_THD.device)
-        near_RD, *pooled_RX = _with_halos(exchange, tables, tuple(keys))
+        near_RD, *pooled_RX = _with_halos(exchange, tables, rows)
         entries_ED = near_RD.new_zeros(0, near_RD.shape[1])
         if self.entries is not None:
             own_ED = self._pooled(exchange.pack, self.entries, *pooled_RX, *bias)
             (entries_ED,) = _of_all_lanes(exchange, tables, (own_ED,))
-        mixed_THD, _ = sparse_attention(
-            q_THD,
-            near_RD,
-            entries_ED,
-            sinks_H,
-            ranges=tables.ranges,
-            scale=self.config.head_dim**-0.5,
-        )
-        return mixed_THD
+        scale = self.config.head_dim**-0.5
+        keys = (q_THD, near_RD, entries_ED, sinks_H)
+        return sparse_attention(*keys, ranges=tables.ranges, scale=scale)[:1]
 
     def _attend_chosen(
-        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """And the sum of the index's loss over real tokens."""
+        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, *rows: Tensor
+    ) -> Rows:
+        """Attends to the window and the chosen entries; also the index's loss over real tokens."""
         q_THD, near_TD, kv_TX, gates_TX, index_q_TJI, weights_TJ, keys_TX, key_gates_TX = rows
         sinks_H, bias_GX, index_bias_GX = apart
         assert self.entries is not None
@@ -391,12 +353,15 @@ class SparseAttention(ThreeStepMixer):
         bias_GX: Tensor,
     ) -> Tensor:
         """The lane's entries of the pack, normed and rotated: (E, width of the norm)."""
-        rows_EG = entry_tables(pack, self.kind, kv_RX.device).rows
-        overlap = self.kind.overlap
-        entries_ED = projections.norm(pooled(kv_RX, gates_RX, bias_GX, rows_EG, overlap=overlap))
-        table = entry_rope(pack, self.kind, self.rope, kv_RX.dtype, kv_RX.device)
+        kind, rope = self.kind, self.rope
+        tables = entry_tables(pack, kind, kv_RX.device)
+        values_ED = pooled(kv_RX, gates_RX, bias_GX, tables.rows, overlap=kind.overlap)
+        entries_ED = projections.norm(values_ED)
+        wide = torch.promote_types(kv_RX.dtype, torch.float32)
+        name = f"{kind}, rotated by {rope} in {wide}"
+        cos_sin = table(pack.padded, name, lambda: rope_at(rope, tables.positions, wide))
         start = entries_ED.shape[1] - self.config.rope_dim
-        return rotate(entries_ED.unsqueeze(1), *table, start=start).squeeze(1)
+        return rotate(entries_ED.unsqueeze(1), *cos_sin, start=start).squeeze(1)
 
 
 def _with_halos(exchange: Exchange, tables: EntryTables, rows: Rows) -> Rows:

@@ -14,7 +14,7 @@ sequence first. Sequences a of 3 chunks, b of 1 and c of 2:
 so that a step takes the next slice of the chunks and the first rows of the states.
 
 Tables are made on the host and shared by layers and rounds. The loader makes them ahead
-(model/host_tables.py); one that is missing is made here, at its first use. Boundaries may want
+(model/interface.py); one that is missing is made here, at its first use. Boundaries may want
 tables of a fixed size, for CUDA graphs: 73 rows in 3 sequences have at most 73 // 64 + 3 = 4 chunks
 of 64, so each table lists 4, of which some have no rows.
 

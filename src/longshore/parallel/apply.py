@@ -4,8 +4,8 @@ In: a model (on `meta`, or with its parameters), a topology, the CP groups, the 
 same model, ready to train on its lane's micro-batches.
 
 Nothing here replaces a `forward`: a step fills slots that modules have for it (`call_mixer` of a
-block, `exchange` of experts, `exchanges` of whatever reaches other lanes, `recompute` of a layer),
-or puts a module with the same parameters in another's place (embedding and head under TP).
+block, `vocabulary` of the head, `exchange` of experts, `exchanges` of whatever reaches other lanes,
+`recompute` of a layer), or puts in a module with the same parameters (the embedding under TP).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Choices:
     mode: ShardMode
     """How parameters, gradients and optimizer states are sharded."""
     dtype: torch.dtype
-    """Of the arithmetic; parameters keep their own."""
+    """The dtype of the arithmetic; parameters keep their own."""
     attention: AttentionKind = "auto"
     """How attention serves a pack that lanes share."""
     scan: ScanKind = "auto"
@@ -63,7 +63,7 @@ def parallelize(
         )
     row_ranks = topology.groups.tp if topology.tp > 1 else None
     exchanges = CPExchanges(
-        groups, attention=choices.attention, scan=choices.scan, row_ranks=row_ranks
+        groups=groups, attention=choices.attention, scan=choices.scan, row_ranks=row_ranks
     )
     set_exchanges(model, exchanges)
     for block in model.blocks():  # Layer says which of these is inside of which

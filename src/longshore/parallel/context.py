@@ -1,6 +1,4 @@
-"""Context parallelism: what the lanes of a CP group do together on a pack they share.
-
-Exchanges over a CP group: what lanes that share a pack send each other.
+"""Context parallelism: what lanes that share a pack send each other.
 
 In: a lane's rows of a shared pack and the process group of its lanes. Out: the rows it needs of the
 others, and on the way back what it owes them. One class for all mixers; see model/interface.py for
@@ -16,10 +14,6 @@ With CP size 2 and one sequence of 8 tokens lane 0 holds rows 0 1 6 7 and lane 1
     sum_counts    counts [3 1 0] and [0 2 2] become [3 3 2] on both
 
 T rows of the lane; N = size·T of the pack.
-
-For rows_before `halo_route` says, in numbers alone, which rows a lane sends to each other lane and
-where the rows that it receives belong. Where chunks are shorter than the halo, rows come from
-several lanes.
 """
 
 from dataclasses import dataclass
@@ -31,7 +25,6 @@ from torch.distributed import ProcessGroup
 
 from longshore.batch import Boundaries, PackContext, SeqContext, Zigzag
 from longshore.distributed.collectives import (
-    Begun,
     all_to_all,
     begin_gather,
     begin_reduce_scatter,
@@ -39,27 +32,20 @@ from longshore.distributed.collectives import (
     sum_over,
 )
 from longshore.distributed.topology import CPGroups
-from longshore.model.interface import Exchange, Exchanges
+from longshore.model.interface import Exchange, Exchanges, PendingRows, Rows
 from longshore.ops.boundaries import table, to_device
 from longshore.plan.cost import Ints
 from longshore.settings import AttentionKind, ScanKind
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CPExchanges(Exchanges):
     """The exchanges of packs of any CP size. row_ranks: those that share the lane's rows."""
 
-    def __init__(
-        self,
-        groups: CPGroups,
-        *,
-        attention: AttentionKind = "auto",
-        scan: ScanKind = "auto",
-        row_ranks: ProcessGroup | None = None,
-    ) -> None:
-        self.groups = groups
-        self.attention = attention
-        self.scan = scan
-        self.row_ranks = row_ranks
+    groups: CPGroups
+    attention: AttentionKind
+    scan: ScanKind
+    row_ranks: ProcessGroup | None
 
     def shared(self, pack: PackContext) -> Exchange:
         return GroupExchange(pack, self.groups.group(pack.group.first_lane, pack.group.cp_size))
@@ -92,19 +78,22 @@ class GroupExchange(Exchange):
     def visible_bounds(self) -> Boundaries:
         return self.zigzag.visible
 
-    def begin_visible(self, rows: tuple[Tensor, ...]) -> "PendingSplit":
+    def begin_visible(self, rows: Rows) -> PendingRows:
+        shapes, visible_rows = _shapes(rows), self.zigzag.visible_rows
         with torch.no_grad():
             begun = begin_gather(_join(rows), self.group)
-        return PendingSplit(begun, _shapes(rows), self.zigzag.visible_rows)
+        return lambda: _split(begun.wait().index_select(0, visible_rows), shapes)
 
-    def begin_return_visible(self, grads: tuple[Tensor, ...]) -> "PendingSplit":
+    def begin_return_visible(self, grads: Rows) -> PendingRows:
+        # Taken now: what waits must not keep the gradients themselves in memory.
+        shapes = _shapes(grads)
         with torch.no_grad():
             joined = _join(grads)
             by_lane = joined.new_zeros(len(self.zigzag.to_natural), joined.shape[1])
             # At most two chunks of a lane see a row, so the order of the additions cannot show.
             by_lane.index_add_(0, self.zigzag.visible_rows, joined)
             begun = begin_reduce_scatter(by_lane, self.group)
-        return PendingSplit(begun, _shapes(grads))
+        return lambda: _split(begun.wait(), shapes)
 
     def gather(self, rows: Tensor) -> Tensor:
         return gather(rows, self.group).index_select(0, self.zigzag.to_natural)
@@ -113,7 +102,7 @@ class GroupExchange(Exchange):
         mine = self.zigzag.to_shards.view(self.size, -1)[self.rank]
         return rows.index_select(0, mine)
 
-    def to_heads(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def to_heads(self, parts: Rows) -> Rows:
         shares = [part.unflatten(1, (self.size, -1)) for part in parts]
         joined = torch.cat([share.flatten(2) for share in shares], dim=2)
         received = self._all_to_all(joined.transpose(0, 1).flatten(0, 1), rows=len(joined))
@@ -145,14 +134,14 @@ class GroupExchange(Exchange):
     def _halo(
         self, count: int, device: torch.device
     ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
-        """A HaloRoute, computed and copied to the device once for a pack, not in every layer."""
+        """A halo_route, computed and copied to the device once for a pack, not in every layer."""
 
         def make() -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
             offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
-            padded = offsets[1:] - offsets[:-1]
-            route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
-            sent, received = to_device(route.sent, device), to_device(route.received, device)
-            return sent, received, route.sends, route.receives
+            sent, received, sends, receives = halo_route(
+                offsets[1:] - offsets[:-1], count, cp_rank=self.rank, cp_size=self.size
+            )
+            return to_device(sent, device), to_device(received, device), sends, receives
 
         return table(self.pack.padded, f"halo of {count}, {self.rank} of {self.size}", make)
 
@@ -169,53 +158,32 @@ class GroupExchange(Exchange):
             sum_over(counts, self.group)
 
 
-def _join(rows: tuple[Tensor, ...]) -> Tensor:
+def _join(rows: Rows) -> Tensor:
     """All that belongs to a token in one row, so that one exchange carries it."""
     return torch.cat([part.flatten(1) for part in rows], dim=1)
 
 
-def _shapes(rows: tuple[Tensor, ...]) -> tuple[torch.Size, ...]:
-    """Of one row of each part."""
+def _shapes(rows: Rows) -> tuple[torch.Size, ...]:
+    """The shape of one row of each part."""
     return tuple(part.shape[1:] for part in rows)
 
 
-def _split(joined: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
+def _split(joined: Tensor, shapes: tuple[torch.Size, ...]) -> Rows:
     """The reverse of _join, for rows of these shapes."""
     parts = joined.split([shape.numel() for shape in shapes], dim=1)
     return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingSplit:
-    """Joined rows on their way: waited for, picked and split into parts of these shapes."""
+def halo_route(
+    padded: Ints, halo: int, *, cp_rank: int, cp_size: int
+) -> tuple[Ints, Ints, tuple[int, ...], tuple[int, ...]]:
+    """What rows_before sends and receives, in numbers alone: sent, received, sends, receives.
 
-    begun: Begun
-    shapes: tuple[torch.Size, ...]
-    picked: Tensor | None = None
-
-    def wait(self) -> tuple[Tensor, ...]:
-        joined = self.begun.wait()
-        if self.picked is not None:
-            joined = joined.index_select(0, self.picked)
-        return _split(joined, self.shapes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HaloRoute:
-    """What a lane sends and receives, ordered by lane."""
-
-    sent: Ints
-    """Rows of the lane's shard, for the first lane first."""
-    received: Ints
-    """Where each row that comes belongs among the lane's 2·S·halo rows."""
-    sends: tuple[int, ...]
-    """How many rows go to each lane."""
-    receives: tuple[int, ...]
-    """How many rows come from each lane."""
-
-
-def halo_route(padded: Ints, halo: int, *, cp_rank: int, cp_size: int) -> HaloRoute:
-    """padded: lengths of the pack's sequences, each a multiple of 2·cp_size."""
+    sent: rows of the lane's shard, for the first lane first. received: where each row that comes
+    belongs among the lane's 2·S·halo rows. sends, receives: how many rows go to each lane and come
+    from it; where chunks are shorter than the halo, rows come from several lanes. padded: lengths
+    of the pack's sequences, each a multiple of 2·cp_size.
+    """
     chunks = np.arange(2 * cp_size, dtype=np.int64)
     owner, is_late = np.minimum(chunks, chunks[::-1]), chunks >= cp_size
     # Over (sequence, chunk that reads, place in its halo), on all lanes in this order.
@@ -230,9 +198,9 @@ def halo_route(padded: Ints, halo: int, *, cp_rank: int, cp_size: int) -> HaloRo
     reader = np.broadcast_to(owner[:, None], position.shape)
     reader, source, row, place = reader[real], owner[held_by[real]], row[real], place[real]
     lent, taken = source == cp_rank, reader == cp_rank
-    return HaloRoute(
-        sent=row[lent][np.argsort(reader[lent], kind="stable")],
-        received=place[taken][np.argsort(source[taken], kind="stable")],
-        sends=tuple(np.bincount(reader[lent], minlength=cp_size).tolist()),
-        receives=tuple(np.bincount(source[taken], minlength=cp_size).tolist()),
+    return (
+        row[lent][np.argsort(reader[lent], kind="stable")],
+        place[taken][np.argsort(source[taken], kind="stable")],
+        tuple(np.bincount(reader[lent], minlength=cp_size).tolist()),
+        tuple(np.bincount(source[taken], minlength=cp_size).tolist()),
     )

@@ -13,22 +13,14 @@ One row for each token and rank that has at least one of its experts. 4 experts 
     positions_TN  [[0, 3], [1, 2], [3, 3]]     the rows of each token; 3 = M is a row of zeros
 
 A rank copies each row that came for each of its own experts that the row chose, rank 0 the rows of
-t0 t0 t1, and adds up what they make of it in the same way.
-
-Taking rows by `rows_M` and summing them by `positions_TN` are each other's backward, so nothing is
-added in an order that threads choose. The host waits for the device once a layer, to learn how many
-rows come. Rows travel in their own dtype; what experts make of one is summed in float32 at least,
-and rounded, where half precision is used, more often than without EP: for each expert, for the sum
-of each rank, and for the sum of all.
-
-A rank that gets no rows runs its experts on one row of no expert, so their gradients are there, 0,
-in every round.
+t0 t0 t1, and adds up what they make of it in the same way. Taking rows and summing them are each
+other's backward, so nothing is added in an order that threads choose. Sums are made in float32 at
+least, and rounded more often than without EP: for each expert, for each rank, and for all.
 
 T tokens, K experts a token, C channels, R ranks, M rows sent or received, P choices of received
 rows among this rank's experts, N = min(K, R) rows a token at most.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +35,7 @@ from longshore.arch.decoder import check_ep
 from longshore.distributed.collectives import all_to_all
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.feed_forward import ExpertRun, Experts, MoE
+from longshore.model.feed_forward import ExpertRun, MoE
 
 
 def split_experts(model: Decoder, topology: Topology) -> None:
@@ -51,24 +43,20 @@ def split_experts(model: Decoder, topology: Topology) -> None:
     check_ep(model.config, topology.ep)
     if topology.experts is None:
         return
-    for module in model.modules():
-        if isinstance(module, MoE):
-            _split(module.experts, module.config.experts, topology)
-
-
-def _split(experts: Experts, number: int, topology: Topology) -> None:
-    cut = expert_cut(number, ep=topology.ep, ep_rank=topology.ep_rank)
-    (span,) = cut.spans
-    names = ("gate_up", "down")
-    for name in names:
-        whole: nn.Parameter = getattr(experts, name)
-        # Cloned, so that the memory of the others is freed.
-        own = whole.detach()[span.start : span.stop].clone()
-        setattr(experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
-    experts.cuts = dict.fromkeys(names, cut)  # type: ignore[assignment]
-    if topology.ep > 1:
-        assert topology.experts is not None
-        experts.exchange = partial(exchanged, experts=number, group=topology.experts.ep)
+    for layer, moe in model.named_modules():
+        if not isinstance(moe, MoE):
+            continue
+        cut = expert_cut(moe.config.experts, ep=topology.ep, ep_rank=topology.ep_rank)
+        (span,) = cut.spans
+        for name in ("gate_up", "down"):
+            whole: nn.Parameter = getattr(moe.experts, name)
+            # Cloned, so that the memory of the others is freed.
+            own = whole.detach()[span.start : span.stop].clone()
+            setattr(moe.experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+            model.cuts[f"{layer}.experts.{name}"] = cut
+        if topology.ep > 1:
+            group = topology.experts.ep
+            moe.experts.exchange = partial(exchanged, experts=moe.config.experts, group=group)
 
 
 def exchanged(
@@ -85,23 +73,24 @@ def exchanged(
     run: of this rank's experts. Every rank of the group calls it, with any tokens.
     """
     each = experts // group.size()
-    route, pairs = make_route(ids_TK, each, group)
+    chosen_TR = chosen_on_ranks(ids_TK, each, group.size())
+    sends, receives, pairs = _counts(chosen_TR, group)
+    copies = rank_copies(chosen_TR > 0, sum(sends), ids_TK.shape[1])
     # Ids travel with the weights: below 2**24 a float32 holds them exactly.
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
     choices = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
     x_MC, choices = (
-        all_to_all(_taken(rows, route.copies), group, sends=route.sends, receives=route.receives)
+        all_to_all(_taken(rows, copies), group, sends=sends, receives=receives)
         for rows in (x_TC, choices)
     )
-    own = own_choices(choices, each, group.rank(), pairs)
-    y_PC = _run_some(run, _taken(x_MC, own.copies), own.ids, own.weights)
-    y_MC = _summed(y_PC, own.copies)
-    back_MC = all_to_all(y_MC, group, sends=route.receives, receives=route.sends)
-    return _summed(back_MC, route.copies), count_experts(ids_TK, experts)
+    own, own_ids, own_weights = own_choices(choices, each, group.rank(), pairs)
+    y_PC = _run_some(run, _taken(x_MC, own), own_ids, own_weights)
+    back_MC = all_to_all(_summed(y_PC, own), group, sends=receives, receives=sends)
+    return _summed(back_MC, copies), count_experts(ids_TK, experts)
 
 
 def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
-    """The experts on rows that came, or on one row of weight 0 if none did."""
+    """The experts on rows that came, or on one row of no expert, for a gradient in every round."""
     if len(x_PC):
         return run(x_PC, ids_P1, weights_P1)[0]
     x_PC, weights_P1 = (pad(rows, (0, 0, 0, 1)) for rows in (x_PC, weights_P1))
@@ -109,8 +98,7 @@ def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) 
     return run(x_PC, nowhere, weights_P1)[0][:0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class Copies(NamedTuple):
     """Which rows are copied, and where the copies of each are."""
 
     rows: Tensor
@@ -119,30 +107,22 @@ class Copies:
     """int64 (rows, N): the copies of each row, rising; one past the last where it has fewer."""
 
 
-class OwnChoices(NamedTuple):
-    """The choices of received rows among this rank's experts."""
+def own_choices(choices: Tensor, each: int, rank: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
+    """The choices of received rows among this rank's experts: a copy of a row for each of them,
+    the ids (P, 1), counted from the rank's first expert, and the weights (P, 1).
 
-    copies: Copies
-    """A copy of a row for each of them."""
-    ids: Tensor
-    """int64 (P, 1), counted from the rank's first expert."""
-    weights: Tensor
-    """(P, 1)."""
-
-
-def own_choices(choices: Tensor, each: int, rank: int, pairs: int) -> OwnChoices:
-    """choices: (M, 2·K), weights and then ids. each: the experts of a rank. pairs: P."""
+    choices: (M, 2·K), weights and then ids. each: the experts of a rank. pairs: P.
+    """
     weights_MK, ids_MK = choices.chunk(2, dim=1)
     ids_MK = ids_MK.to(torch.int64) - rank * each
     is_own = (ids_MK >= 0) & (ids_MK < each)
     places, index_P = _numbered(is_own.flatten(), pairs)
     rows, top_k = ids_MK.shape
     positions = places.view(rows, top_k).sort(dim=1).values[:, : min(top_k, each)].contiguous()
-    return OwnChoices(
-        Copies(index_P // top_k, positions),
-        ids_MK.flatten().index_select(0, index_P)[:, None],
-        weights_MK.flatten().index_select(0, index_P)[:, None],
+    ids_P1, weights_P1 = (
+        part.flatten().index_select(0, index_P)[:, None] for part in (ids_MK, weights_MK)
     )
+    return Copies(index_P // top_k, positions), ids_P1, weights_P1
 
 
 def _numbered(is_taken: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -160,31 +140,17 @@ def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
     """int32 (E): how many rows chose each expert; ids of E or more count nowhere."""
     counts = ids_TK.new_zeros(experts + 1, dtype=torch.int32)
     ones = counts.new_ones(()).expand(ids_TK.numel())
-    # Of integers, so the order in which threads add cannot show; bincount would wait for the host.
+    # Integers, so the order in which threads add cannot show; bincount would wait for the host.
     return counts.scatter_add_(0, ids_TK.flatten().clamp(max=experts), ones)[:experts]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertRoute:
-    """Which rows go where. Rows are sorted by the rank they go to, then by token."""
-
-    copies: Copies
-    """A copy of a token's row for each rank that it goes to."""
-    sends: list[int]
-    """Rows for each rank of the group."""
-    receives: list[int]
-    """Rows from each."""
-
-
-def make_route(ids_TK: Tensor, each: int, group: ProcessGroup) -> tuple[ExpertRoute, int]:
-    """The route, and P. Every rank of the group calls it. each: the experts of a rank."""
-    chosen_TR = chosen_on_ranks(ids_TK, each, group.size())
+def _counts(chosen_TR: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], int]:
+    """Rows for each rank of the group, rows from each, and P; the host waits for the device."""
     counts_R2 = torch.stack([(chosen_TR > 0).sum(0), chosen_TR.sum(0)], dim=1)
     ones = [1] * group.size()
     coming_R2 = all_to_all(counts_R2, group, sends=ones, receives=ones)
     (sends, _), (receives, pairs) = torch.stack([counts_R2, coming_R2]).mT.tolist()
-    copies = rank_copies(chosen_TR > 0, sum(sends), ids_TK.shape[1])
-    return ExpertRoute(copies, sends, receives), sum(pairs)
+    return sends, receives, sum(pairs)
 
 
 def chosen_on_ranks(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
@@ -195,7 +161,10 @@ def chosen_on_ranks(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
 
 
 def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
-    """A copy for each True, by rank and then by token. rows: M, the number of True."""
+    """A copy of a token's row for each rank that it goes to, by rank and then by token.
+
+    rows: M, the number of True.
+    """
     tokens, ranks = sent_TR.shape
     places, index_M = _numbered(sent_TR.t().flatten(), rows)
     by_token = places.view(ranks, tokens).t().sort(dim=1).values
@@ -204,40 +173,31 @@ def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
 
 def _taken(rows_TC: Tensor, copies: Copies) -> Tensor:
     """For each copy its row."""
-    taken: Tensor = _Taken.apply(rows_TC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Moved.apply(rows_TC, *copies, False)  # type: ignore[no-untyped-call]
     return taken
 
 
 def _summed(copies_MC: Tensor, copies: Copies) -> Tensor:
     """For each row the sum of its copies, in their order."""
-    summed: Tensor = _Summed.apply(copies_MC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
+    summed: Tensor = _Moved.apply(copies_MC, *copies, True)  # type: ignore[no-untyped-call]
     return summed
 
 
-class _Taken(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Takes the row of each copy, or sums each row's copies; either is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, rows_TC: Tensor, tokens_M: Tensor, positions_TN: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(positions_TN)
-        return rows_TC.index_select(0, tokens_M)
+    def forward(ctx: Any, x: Tensor, rows_M: Tensor, positions_TN: Tensor, sums: bool) -> Tensor:  # noqa: ANN401
+        ctx.sums = sums
+        ctx.save_for_backward(rows_M if sums else positions_TN)
+        return sum_rows(x, positions_TN) if sums else x.index_select(0, rows_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (positions_TN,) = ctx.saved_tensors
-        return sum_rows(grad_MC, positions_TN), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MC: Tensor, tokens_M: Tensor, positions_TN: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(tokens_M)
-        return sum_rows(rows_MC, positions_TN)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (tokens_M,) = ctx.saved_tensors
-        return grad_TC.index_select(0, tokens_M), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (index,) = ctx.saved_tensors
+        moved = grad.index_select(0, index) if ctx.sums else sum_rows(grad, index)
+        return moved, None, None, None
 
 
 def sum_rows(rows_MC: Tensor, positions_TN: Tensor) -> Tensor:

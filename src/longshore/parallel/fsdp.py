@@ -89,14 +89,14 @@ def _replicas(topology: Topology) -> DeviceMesh:
     return mesh["replicas", "shard"]
 
 
-def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
+def begin_round(model: LanguageModel, *, mode: ShardMode, is_last: bool) -> None:
     """Says what the round's backward does. is_last: of the plan, the same on all lanes."""
     assert isinstance(model, FSDPModule)
     syncs = mode == "zero3" or is_last
     # FSDP walks over all modules for each of these, which takes milliseconds.
-    if getattr(model, "round_setting", None) == (syncs, is_last):
+    if model.round_setting == (syncs, is_last):
         return
-    model.round_setting = (syncs, is_last)  # type: ignore[assignment]
+    model.round_setting = (syncs, is_last)
     model.set_requires_gradient_sync(syncs)
     model.set_reshard_after_backward(syncs)
     model.set_is_last_backward(is_last)

@@ -12,63 +12,31 @@ gathers the 32 of its TP rank. Ranks 8 and 9 give these to ranks 0 and 1, and 1 
 No rank has more of it than a part and, on rank 0, the whole.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.arch.cuts import Axis, Span, TensorCut
-from longshore.arch.decoder import DecoderConfig
-from longshore.distributed.collectives import broadcast, gather_rows
+from longshore.arch.cuts import Axis, TensorCut
+from longshore.distributed.collectives import broadcast
 from longshore.distributed.topology import Topology
 from longshore.model.interface import LanguageModel
 from longshore.parallel.fsdp import gathered
 from longshore.parallel.pipeline import Model, cut_tensors_by_name, tensor_names, whole_name
-from longshore.plan.layout import Layout
-
-ROOM = 32
-"""Numbers of a part's description that one collective has room for."""
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-AXES: tuple[Axis, ...] = ("tp", "ep")
 
 
-@dataclass(frozen=True, slots=True)
-class _PartOf:
+class _RankPart(NamedTuple):
     """What one rank has of a tensor, without its values; shape: of the part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     cut: TensorCut | None
 
-    def encoded(self) -> list[int]:
-        head = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        if self.cut is None:
-            return head
-        spans = ((span.start, span.stop, span.copy, span.copies) for span in self.cut.spans)
-        cut = self.cut
-        return [*head, cut.dim, cut.size, AXES.index(cut.axis), *chain.from_iterable(spans)]
-
     def new(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _decoded(numbers: Sequence[int]) -> _PartOf | None:
-    if not numbers:
-        return None
-    dtype, dims, *rest = numbers
-    shape, rest = tuple(rest[:dims]), rest[dims:]
-    cut = None
-    if rest:
-        dim, size, axis, *ends = rest
-        spans = tuple(Span(*ends[at : at + 4]) for at in range(0, len(ends), 4))
-        cut = TensorCut(dim, size, spans, AXES[axis])
-    return _PartOf(shape, DTYPES[dtype], cut)
 
 
 def gathered_tensors(
@@ -82,7 +50,10 @@ def gathered_tensors(
         for name in filter(only, mine):
             yield name, _brought(mine[name], topology, owner=0)
         return
-    owners = _owners(model.config, model.layout)
+    owners: dict[str, int] = {}  # the pipeline rank that has each tensor; of copies the first
+    for number, stage in enumerate(model.layout.stages):
+        for name in tensor_names(model.config, stage):
+            owners.setdefault(whole_name(model.config, name), model.layout.rank_of(number))
     for name in filter(only, tensor_names(model.config)):
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
@@ -94,11 +65,11 @@ def _brought(
     values, part = None, None
     if topology.pp_rank == owner and mine is not None:
         values = gathered(mine[0].detach()).contiguous()
-        part = _PartOf(tuple(values.shape), values.dtype, mine[1])
+        part = _RankPart(tuple(values.shape), values.dtype, mine[1])
     if _number(topology) >= max(topology.tp, topology.ep):
         return torch.empty(0)
     if owner:
-        part = _described(part, topology.groups.pp, topology.device)[owner]
+        part = _described(part, topology.groups.pp)[owner]
         if part is not None and _number(topology) < _ranks(part, topology):
             values = part.new(topology.device) if values is None else values
             broadcast(values, topology.groups.pp, source=owner)
@@ -111,33 +82,31 @@ def _brought(
 
 
 def _number(topology: Topology) -> int:
-    """Of this rank among those of its pipeline rank."""
+    """This rank's number among those of its pipeline rank."""
     return topology.lane * topology.tp + topology.tp_rank
 
 
-def _ranks(part: _PartOf | None, topology: Topology) -> int:
+def _ranks(part: _RankPart | None, topology: Topology) -> int:
     """How many ranks, the first of a pipeline rank, have a tensor together."""
     axis = _axis(part)
     return 1 if axis is None else getattr(topology, axis)
 
 
-def _axis(part: _PartOf | None) -> Axis | None:
+def _axis(part: _RankPart | None) -> Axis | None:
     """What cuts a tensor; only a TP rank may have nothing of one."""
     if part is None:
         return "tp"
     return None if part.cut is None else part.cut.axis
 
 
-def _described(
-    part: _PartOf | None, group: ProcessGroup, device: torch.device
-) -> list[_PartOf | None]:
+def _described(part: _RankPart | None, group: ProcessGroup) -> list[_RankPart | None]:
     """The parts of all ranks of a group."""
-    numbers = [] if part is None else part.encoded()
-    rows = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
-    return [_decoded(each.view(-1).tolist()) for each in gather_rows(rows, group, expected=ROOM)]
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, part, group=group)
+    return every
 
 
-def _joined(values: Tensor | None, part: _PartOf | None, topology: Topology) -> Tensor:
+def _joined(values: Tensor | None, part: _RankPart | None, topology: Topology) -> Tensor:
     """The whole tensor on the group's first rank, from the parts of all of them."""
     group = topology.groups.tp
     if _axis(part) == "ep":
@@ -148,34 +117,16 @@ def _joined(values: Tensor | None, part: _PartOf | None, topology: Topology) -> 
         assert part is not None
         assert part.cut is not None
         whole = torch.empty(part.cut.whole_shape(part.shape), dtype=part.dtype)
-    for source, theirs in enumerate(_described(part, group, topology.device)):
+    for source, theirs in enumerate(_described(part, group)):
         if theirs is None or theirs.cut is None or all(span.copy for span in theirs.cut.spans):
             continue
-        if source == group.rank():
-            assert values is not None
-            received = values
-        else:
-            received = theirs.new(topology.device)
+        received = values if source == group.rank() else theirs.new(topology.device)
+        assert received is not None
         broadcast(received, group, source=source)
         if topology.rank == 0:
-            _place(received, theirs.cut, whole)
+            dim, spans = theirs.cut.dim, theirs.cut.spans
+            sizes = [span.stop - span.start for span in spans]
+            for block, span, size in zip(received.split(sizes, dim), spans, sizes, strict=True):
+                if not span.copy:
+                    whole.narrow(dim, span.start, size).copy_(block)
     return whole
-
-
-def _place(part: Tensor, cut: TensorCut, whole: Tensor) -> None:
-    """Copies the spans of a part to where they are in the whole tensor."""
-    at = 0
-    for span in cut.spans:
-        size = span.stop - span.start
-        if not span.copy:
-            whole.narrow(cut.dim, span.start, size).copy_(part.narrow(cut.dim, at, size))
-        at += size
-
-
-def _owners(config: DecoderConfig, layout: Layout) -> dict[str, int]:
-    """The pipeline rank that has each tensor; of copies the first."""
-    owners: dict[str, int] = {}
-    for number, stage in enumerate(layout.stages):
-        for name in tensor_names(config, stage):
-            owners.setdefault(whole_name(config, name), layout.rank_of(number))
-    return owners

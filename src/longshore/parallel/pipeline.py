@@ -1,38 +1,13 @@
 """A model cut into stages: its modules, their messages, and the executor that runs them.
 
-The stages of a model that one pipeline rank has, and what their tensors are called.
-
-In: a config and a layout. Out: Stages, a module with one Decoder for each of the rank's stages. A
-whole model is the case of one stage, and every function here takes it too.
+In: a config and a layout, then the lane's micro-batches, this rank's queue, and what to do with a
+stage's output. Out: Stages, a module with one Decoder for each of the rank's stages; gradients in
+the parameters, and the times of all actions. A model without a pipeline is the case of one stage,
+whose queue is F0 B0 F1 B1 …
 
 Names are those of the whole decoder, on every layout, so a checkpoint written under one is read
 under another. With "Et|tL" and tied weights, rank 1 has layers.1 and a copy of embed.weight, which
 its own module calls head.weight.
-
-The copies' gradients are summed (EmbeddingCopies), so every copy takes the same update, and they
-stay equal without being sent. "Et|tm|L" with tied weights has three: for the tokens, for the tokens
-ahead of the depth, and as the head. Lane 1's ranks 0, 1 and 2 of the pipeline have the same rows of
-it, and sum those.
-
-The executor: runs the rounds of a plan through the stages of this rank, forward and backward.
-
-In: the lane's micro-batches, this rank's queue, and what to do with a stage's output. Out:
-gradients in the parameters, and the times of all actions. A model without a pipeline is the case of
-one stage, whose queue is F0 B0 F1 B1 …
-
-A stage's input is a leaf of its own autograd graph. Its backward begins at the rows that it sent
-on, with the gradient that came back, and at its own losses; the gradient of its input goes to the
-stage before. So a rank holds the graphs of as many rounds as its queue has forwards before the
-first backward: pp − p on rank p with 1F1B, however many rounds there are.
-
-Messages between pipeline ranks: sent without waiting, waited for when their rows are needed.
-
-In: batches of messages, in the order of the rank's queue. Out: the rows that came. All of a batch
-is issued at once, in an order that both sides share, so NCCL pairs sends and receives rightly, also
-where two ranks are each other's both neighbours. Over gloo every message has a tag of its own.
-
-Shapes are never sent: both sides know the plan. A receiver that expects rows of another number than
-were sent would wait or take wrong ones, which is why the ranks compare digests of their plans.
 """
 
 import time
@@ -56,7 +31,6 @@ from longshore.distributed.topology import Topology, destroy_groups, new_group_i
 from longshore.model.decoder import Decoder
 from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, local_part
-from longshore.parallel.shards import cuts_by_name
 from longshore.plan.layout import Action, Kind, Layout, Stage, make_order, one_stage
 from longshore.plan.simulate import Batch, Message, Queue, pipeline_walk, rank_queues, walk
 from longshore.plan.types import Plan
@@ -72,12 +46,8 @@ class Stages(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout
-        self.parts = nn.ModuleDict(
-            {
-                str(number): Decoder(config, layout.stages[number])
-                for number in layout.of_rank(pp_rank)
-            }
-        )
+        stages = {str(number): layout.stages[number] for number in layout.of_rank(pp_rank)}
+        self.parts = nn.ModuleDict({key: Decoder(config, stage) for key, stage in stages.items()})
 
 
 Model = LanguageModel | Stages
@@ -99,14 +69,13 @@ def layout_of(model: Model) -> Layout:
 
 
 def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
-    """The same, each with its TensorCut, if it has one."""
-    cuts = {part: cuts_by_name(part) for part in stages_of(model).values()}
-    for part, of_part in cuts.items():
+    """Parameters, then saved buffers, by their names in the whole decoder, each with its cut."""
+    for part in stages_of(model).values():
         for name, parameter in part.named_parameters():
-            yield whole_name(model.config, name), parameter, of_part.get(name)
-    for part, of_part in cuts.items():
+            yield whole_name(model.config, name), parameter, part.cuts.get(name)
+    for part in stages_of(model).values():
         for name, buffer in saved_buffers(part):
-            yield name, buffer, of_part.get(name)
+            yield name, buffer, None
 
 
 def saved_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +87,7 @@ def saved_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensor_names(config: DecoderConfig, stage: Stage | None = None) -> list[str]:
-    """Of parameters, then buffers, of a stage or of the whole decoder."""
+    """Names of the parameters, then of the buffers, of a stage or of the whole decoder."""
     with torch.device("meta"):
         model = Decoder(config, stage)
     return [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
@@ -129,37 +98,34 @@ def whole_name(config: DecoderConfig, name: str) -> str:
     return EMBEDDING if config.tied and name == "head.weight" else name
 
 
-def holders(config: DecoderConfig, layout: Layout) -> list[int]:
-    """The stages with a copy of the embedding, the one with the embedding itself first."""
-    return [
-        number
-        for number, stage in enumerate(layout.stages)
-        if stage.has_embedding or (config.tied and stage.head)
-    ]
-
-
 class EmbeddingCopies:
-    """This rank's copies, and the group of the pipeline ranks that have some.
+    """This rank's copies of the embedding, and the group of the pipeline ranks that have some.
 
-    All ranks construct and close it together. counted: those parameters of the model that the norm
-    counts, and a checkpoint saves, on this rank.
+    Their gradients are summed, so every copy takes the same update, and they stay equal without
+    being sent. "Et|tm|L" with tied weights has three: for the tokens, for the tokens ahead of the
+    depth, and as the head. Lane 1's ranks 0, 1 and 2 of the pipeline have the same rows of it, and
+    sum those. All ranks construct and close it together. counted: those parameters of the model
+    that the norm counts, and a checkpoint saves, on this rank.
     """
 
     def __init__(self, model: Model, topology: Topology) -> None:
-        layout = layout_of(model)
-        self.stages = holders(model.config, layout)
+        layout, tied = layout_of(model), model.config.tied
+        # The stages with a copy, the one with the embedding itself first.
+        self.stages = [
+            number
+            for number, stage in enumerate(layout.stages)
+            if stage.has_embedding or (tied and stage.head)
+        ]
         ranks = sorted({layout.rank_of(stage) for stage in self.stages})
         self.mine = [
-            _copy(part) for number, part in stages_of(model).items() if number in self.stages
+            part.get_parameter(EMBEDDING if part.stage.has_embedding else "head.weight")
+            for number, part in stages_of(model).items()
+            if number in self.stages
         ]
-        first = self.mine[:1] if topology.pp_rank == ranks[0] else []
-        copies = {id(parameter) for parameter in self.mine}
-        kept = {id(parameter) for parameter in first}
-        self.counted = [
-            parameter
-            for parameter in model.parameters()
-            if id(parameter) not in copies or id(parameter) in kept
-        ]
+        # One copy is counted: the first rank's first.
+        others = self.mine[1:] if topology.pp_rank == ranks[0] else self.mine
+        uncounted = {id(copy) for copy in others}
+        self.counted = [each for each in model.parameters() if id(each) not in uncounted]
         self.group: ProcessGroup | None = None
         if len(ranks) > 1:
             blocks = [
@@ -173,13 +139,12 @@ class EmbeddingCopies:
         """Gives every copy the sum of all their gradients. The ranks that have one call it."""
         if len(self.stages) == 1 or not self.mine or not self.mine[0].requires_grad:
             return
-        gradients = [_gradient(parameter) for parameter in self.mine]
-        total = gradients[0]
-        for other in gradients[1:]:
+        total, *others = (local_part(copy.grad) for copy in self.mine)  # type: ignore[arg-type]
+        for other in others:
             total += other
         if self.group is not None:
             sum_over(total, self.group)
-        for other in gradients[1:]:
+        for other in others:
             other.copy_(total)
 
     def close(self) -> None:
@@ -187,31 +152,17 @@ class EmbeddingCopies:
             destroy_groups([self.group])
 
 
-def _copy(part: nn.Module) -> nn.Parameter:
-    named = dict(part.named_parameters())
-    return named[EMBEDDING] if EMBEDDING in named else named["head.weight"]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return local_part(parameter.grad)
-
-
 Shape = tuple[tuple[int, ...], torch.dtype]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    """A message on its way: what to wait for, and its rows."""
-
-    work: Any
-    rows: Tensor
 
 
 class Mailbox:
     """What one rank sends and receives in a pass over a plan.
 
-    shape: of a message's rows. number: of a message, different for all messages of the pass.
+    Messages are sent without waiting, and waited for when their rows are needed. Shapes are never
+    sent: both sides know the plan. A receiver that expects rows of another number than were sent
+    would wait or take wrong ones, which is why the ranks compare digests of their plans.
+
+    shape: says that of a message's rows. number: one that differs for all messages of the pass.
     """
 
     def __init__(
@@ -229,8 +180,9 @@ class Mailbox:
         self.is_batched = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
         # gloo cannot send from a GPU's memory.
         self.memory = device if self.is_batched else torch.device("cpu")
-        self._sent: list[_Pending] = []
-        self._received: dict[Action, _Pending] = {}
+        # What to wait for, and the rows that it reads or writes until then.
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._received: dict[Action, tuple[Any, Tensor]] = {}
         self._ready: dict[Action, Tensor] = {}
 
     def put(self, action: Action, rows: Tensor) -> None:
@@ -238,8 +190,12 @@ class Mailbox:
         self._ready[action] = rows
 
     def post(self, batch: Batch) -> None:
-        """Begins to send and receive a batch."""
-        self._sent = [pending for pending in self._sent if not pending.work.is_completed()]
+        """Begins to send and receive a batch, all of it at once and in the order of the batch.
+
+        Both sides share that order, so NCCL pairs sends and receives rightly, also where two ranks
+        are each other's both neighbours. Over gloo every message has a tag of its own.
+        """
+        self._sent = [(work, rows) for work, rows in self._sent if not work.is_completed()]
         mine = self.group.rank()
         operations: list[tuple[Message, Any, Tensor, int]] = []
         for message in batch:
@@ -253,14 +209,14 @@ class Mailbox:
         works = self._issue(operations)
         for (message, send_or_receive, rows, _), work in zip(operations, works, strict=True):
             if send_or_receive is dist.isend:
-                self._sent.append(_Pending(work, rows))
+                self._sent.append((work, rows))
             else:
-                self._received[message.needed_by] = _Pending(work, rows)
+                self._received[message.needed_by] = (work, rows)
 
     def _issue(self, operations: list[tuple[Message, Any, Tensor, int]]) -> list[Any]:
-        if not self.is_batched:
+        if not self.is_batched:  # both functions take the peer's rank in the group last
             return [
-                _tagged(send_or_receive, rows, peer, self.group, self.number(message))
+                send_or_receive(rows, None, self.group, self.number(message), peer)
                 for message, send_or_receive, rows, peer in operations
             ]
         batch = [
@@ -273,28 +229,20 @@ class Mailbox:
 
     def take(self, action: Action) -> Tensor:
         """The rows that an action needs, once they have come."""
-        pending = self._received.pop(action, None)
-        if pending is None:
+        if action not in self._received:
             step = -1 if action.kind == "forward" else 1
             return self._ready.pop(Action(action.kind, action.stage + step, action.round))
-        pending.work.wait()
-        return pending.rows.to(self.device)
+        work, rows = self._received.pop(action)
+        work.wait()
+        return rows.to(self.device)
 
     def finish(self) -> None:
         """Waits until everything was sent."""
-        for pending in self._sent:
-            pending.work.wait()
+        for work, _ in self._sent:
+            work.wait()
         self._sent.clear()
         assert not self._received, f"rows came that nothing took: {list(self._received)}"
         assert not self._ready, f"rows were never sent: {list(self._ready)}"
-
-
-def _tagged(
-    send_or_receive: Callable[..., Any], rows: Tensor, peer: int, group: ProcessGroup, tag: int
-) -> Any:  # noqa: ANN401
-    if send_or_receive is dist.isend:
-        return dist.isend(rows, group=group, group_dst=peer, tag=tag)
-    return dist.irecv(rows, group=group, group_src=peer, tag=tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,19 +295,18 @@ class Timed:
     end: Timestamp
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Graph:
-    """What a stage's forward leaves for its backward."""
-
-    x: Tensor | None
-    """The rows that came in; None where token ids did."""
-    rows: Tensor | None
-    """The rows that went on; None from the head."""
-    loss: Tensor
+Graph = tuple[Tensor | None, Tensor | None, Tensor]
+"""What a stage's forward leaves for its backward: the rows that came in, or None where token ids
+did; the rows that went on, or None from the head; and the loss."""
 
 
 class Executor:
     """Runs queues on this rank's stages.
+
+    A stage's input is a leaf of its own autograd graph. Its backward begins at the rows that it
+    sent on, with the gradient that came back, and at its own losses; the gradient of its input goes
+    to the stage before. So a rank holds the graphs of as many rounds as its queue has forwards
+    before the first backward: pp − p on rank p with 1F1B, however many rounds there are.
 
     most_graphs: the largest number of the last pass's forwards whose backward was still to come.
     """
@@ -404,28 +351,17 @@ class Executor:
         self.most_graphs = current.most_graphs
         return current.times
 
-    def rows_dtype(self, stage: int) -> torch.dtype:
-        """Of the rows that a stage sends on."""
-        dtype = next(iter(self.stages.values())).computing_dtype
-        if self.config.float32_residual and not self.layout.is_normed(stage):
-            return torch.promote_types(dtype, torch.float32)
-        return dtype
-
 
 class _Pass:
     """One pass over the rounds of a plan."""
 
     def __init__(
-        self,
-        executor: Executor,
-        batches: Sequence[MicroBatch],
-        queue: Queue,
-        handlers: Handlers,
+        self, executor: Executor, batches: Sequence[MicroBatch], queue: Queue, handlers: Handlers
     ) -> None:
         self.executor, self.batches, self.handlers = executor, batches, handlers
         self.times: list[Timed] = []
         self.most_graphs = 0
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
         self._on_device: dict[int, MicroBatch] = {}
         actions = [entry for entry in queue if isinstance(entry, Action)]
         self._left = Counter(action.round for action in actions)
@@ -436,7 +372,10 @@ class _Pass:
 
     def run(self, action: Action) -> None:
         self.handlers.begin(action)
-        rows = self._incoming(action)
+        stage = self._part(action).stage
+        is_first = stage.embed if action.kind == "forward" else stage.head
+        # The rows from the stage before, or their gradient from the one after.
+        rows = None if is_first else self.mailbox.take(action)
         begin = Timestamp(self.executor.topology.device)  # waiting for rows is not work
         if action.kind == "forward":
             self._forward(action, rows)
@@ -446,12 +385,6 @@ class _Pass:
         self._left[action.round] -= 1
         if not self._left[action.round]:
             del self._on_device[action.round]
-
-    def _incoming(self, action: Action) -> Tensor | None:
-        """The rows from the stage before, or their gradient from the one after."""
-        stage = self._part(action).stage
-        is_first = stage.embed if action.kind == "forward" else stage.head
-        return None if is_first else self.mailbox.take(action)
 
     def _forward(self, action: Action, x: Tensor | None) -> None:
         part, batch = self._part(action), self._batch(action.round)
@@ -479,27 +412,25 @@ class _Pass:
         if rows is not None:
             self.mailbox.put(action, rows.detach())
         if torch.is_grad_enabled():
-            self._graphs[action.stage, action.round] = _Graph(x, rows, loss)
+            self._graphs[action.stage, action.round] = (x, rows, loss)
             self.most_graphs = max(self.most_graphs, len(self._graphs))
 
     def _backward(self, action: Action, gradient: Tensor | None) -> None:
         part = self._part(action)
-        graph = self._graphs.pop((action.stage, action.round))
+        x, rows, loss = self._graphs.pop((action.stage, action.round))
         self._backwards[action.stage] -= 1
         begin_round(part, mode=self.executor.mode, is_last=not self._backwards[action.stage])
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        if graph.rows is not None and graph.rows.requires_grad:
-            roots.append(graph.rows)
-            gradients.append(gradient)
-        if graph.loss.requires_grad:
-            roots.append(graph.loss)
-            gradients.append(None)
+        roots = [
+            (root, grad)
+            for root, grad in ((rows, gradient), (loss, None))
+            if root is not None and root.requires_grad
+        ]
         if roots:  # nothing of a first stage may be trained
-            torch.autograd.backward(roots, gradients)
-        if graph.x is not None:
-            assert graph.x.grad is not None
-            self.mailbox.put(action, graph.x.grad)
+            tensors, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        if x is not None:
+            assert x.grad is not None
+            self.mailbox.put(action, x.grad)
 
     def _part(self, action: Action) -> LanguageModel:
         return self.executor.stages[action.stage]
@@ -510,16 +441,18 @@ class _Pass:
         return self._on_device[number]
 
     def _shape(self, message: Message) -> Shape:
-        """Of a forward's rows, or of the gradient of the rows that the stage before sent."""
-        action = message.action
+        """Shape of a forward's rows, or of the gradient of the rows that the stage before sent."""
+        action, executor = message.action, self.executor
+        config, layout = executor.config, executor.layout
         sender = action.stage if action.kind == "forward" else action.stage - 1
-        executor = self.executor
         rows = self.batches[action.round].ctx.tokens // executor.topology.tp
-        streams, config = executor.layout.streams(sender), executor.config
-        width = sent_width(config, executor.layout, sender) // streams
-        return (rows * streams, width), executor.rows_dtype(sender)
+        streams = layout.streams(sender)
+        width = sent_width(config, layout, sender) // streams
+        dtype = next(iter(executor.stages.values())).computing_dtype
+        if config.float32_residual and not layout.is_normed(sender):
+            dtype = torch.promote_types(dtype, torch.float32)
+        return (rows * streams, width), dtype
 
     def _number(self, message: Message) -> int:
         action, stages = message.action, len(self.executor.layout.stages)
-        place = action.round * stages + action.stage
-        return 2 * place + (action.kind == "backward")
+        return 2 * (action.round * stages + action.stage) + (action.kind == "backward")

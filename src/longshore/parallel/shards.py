@@ -11,7 +11,7 @@ in_proj.weight (132, 16) of Mamba2, 4 heads of 8, 2 groups of 16, on 2 TP ranks 
     Box(rows 0…16, offsets (16, 0)), Box(rows 16…32, offsets (48, 0)), Box(row 32, offsets (80, 0))
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from longshore.arch.cuts import Span, TensorCut
 from longshore.distributed.topology import Topology
+from longshore.model.interface import LanguageModel
 from longshore.parallel.fsdp import is_split, local_part, shard_span
 
 Blocks = Callable[[str, torch.Size, tuple[slice, ...]], Tensor]
@@ -85,17 +86,13 @@ def replica_of(tensor: Tensor, cut: TensorCut | None, topology: Topology) -> tup
 
 
 def cuts_by_name(model: nn.Module) -> dict[str, TensorCut]:
-    """The cuts of all parameters that have one, by the parameter's name in the model."""
+    """The cuts of all parameters that have one, by the parameter's name in the model or stages."""
     return {
         f"{prefix}.{name}" if prefix else name: cut
-        for prefix, module in model.named_modules()
-        for name, cut in _cuts(module).items()
+        for prefix, part in model.named_modules()
+        if isinstance(part, LanguageModel)
+        for name, cut in part.cuts.items()
     }
-
-
-def _cuts(module: nn.Module) -> Mapping[str, TensorCut]:
-    cuts: Mapping[str, TensorCut] = getattr(module, "cuts", {})
-    return cuts
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorCut | None]]:

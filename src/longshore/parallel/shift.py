@@ -75,7 +75,7 @@ def shift(
             f"the shard has {len(shard)} rows, but the padded boundaries give each of {cp_size} "
             f"lanes {rows.rows}"
         )
-    shifted = _apply(_Left, shard, Route(rows, shard.device, group), fill)
+    shifted: Tensor = _Shift.apply(shard, Route(rows, shard.device, group), fill)  # type: ignore[no-untyped-call]
     return shifted, shifted.sum()
 
 
@@ -133,45 +133,32 @@ class Route:
             joined, [len(part) for part in parts]
         )
 
-    def send_left(self, heads: Tensor) -> Tensor:
-        """Exchanges heads for those of the next chunks."""
-        return self._exchange(heads, self.rows.sends, self.rows.receives)
-
-    def send_right(self, heads: Tensor) -> Tensor:
-        """Exchanges gradients for those of this lane's own heads."""
-        return self._exchange(heads, self.rows.receives, self.rows.sends)
-
-    def _exchange(self, heads: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(self, heads: Tensor, *, is_left: bool) -> Tensor:
+        """Sends heads for those of the next chunks, or gradients for those of the lane's heads."""
         if self.group is None:
             return heads
+        sizes = (self.rows.sends, self.rows.receives)
+        sends, receives = sizes if is_left else sizes[::-1]
         return all_to_all(heads, self.group, sends=sends, receives=receives)
 
 
-class _Left(torch.autograd.Function):
+class _Shift(torch.autograd.Function):
+    """Shifts left with a fill value, or right without one; either is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, route: Route, fill: Scalar) -> Tensor:  # noqa: ANN401
-        ctx.route = route
-        return shift_left(shard, route, fill, route.send_left(shard[route.sent]))
+    def forward(ctx: Any, rows: Tensor, route: Route, fill: Scalar | None) -> Tensor:  # noqa: ANN401
+        ctx.route, ctx.is_left = route, fill is not None
+        taken = route.sent if ctx.is_left else route.received
+        heads = route.exchange(rows[taken], is_left=ctx.is_left)
+        if fill is None:
+            return shift_right(rows, route, heads)
+        return shift_left(rows, route, fill, heads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        return _apply(_Right, grad, ctx.route), None, None
-
-
-class _Right(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, route: Route) -> Tensor:  # noqa: ANN401
-        ctx.route = route
-        return shift_right(grad, route, route.send_right(grad[route.received]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _apply(_Left, grad, ctx.route, 0), None
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    output: Tensor = function.apply(*args)
-    return output
+        fill = None if ctx.is_left else 0
+        shifted: Tensor = _Shift.apply(grad, ctx.route, fill)  # type: ignore[no-untyped-call]
+        return shifted, None, None
 
 
 def _past(starts: Ints, stops: Ints, left: Ints) -> Ints:

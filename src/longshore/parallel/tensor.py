@@ -15,10 +15,6 @@ do not split, such as a user's own mixer, gets all rows on every rank, which kee
 
 With 2 ranks and 6 tokens rank 1 holds rows 3…6; attention of 4 heads gathers 6 rows, attends with
 heads 2 and 3, and gets rows 3…6 of the sum of both ranks' outputs.
-
-A parameter that all ranks have whole gets a part of its gradient on each of them, from the rank's
-rows or heads: `sum_gradients` adds them up, once a step. The same for spans of which several ranks
-have a copy, such as a KV head of 4 ranks with 2 KV heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +26,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from longshore.arch.cuts import TensorCut, TPRank
-from longshore.arch.decoder import DecoderConfig, check_tp
+from longshore.arch.decoder import check_tp
 from longshore.arch.part import Part
 from longshore.batch import SeqContext
 from longshore.distributed.collectives import gather, reduce_scatter, sum_over
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Block, Decoder, Head
-from longshore.model.interface import Reader, Routed, call_part, eager
+from longshore.model.decoder import Block, Decoder
+from longshore.model.interface import Routed, call_part, eager
 from longshore.model.lora import add_same_factors, is_factor
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.ops.cross_entropy import OutputLayer, VocabularyPart, linear_cross_entropy
+from longshore.ops.cross_entropy import VocabularyPart
 from longshore.parallel.fsdp import local_part
 from longshore.parallel.shards import boxes_of, trained_parameters
 
@@ -52,56 +48,67 @@ def split_tensors(model: Decoder, topology: Topology) -> None:
     if topology.tp == 1:
         return
     check_tp(model.config, topology.tp)
-    for block in list(model.modules()):
+    for name, block in list(model.named_modules()):
         if isinstance(block, Block):
-            _split_block(block, model.config, topology)
+            _split_block(block, name, model, topology)
     model.row_ranks = topology.tp
     at, group = TPRank(topology.tp, topology.tp_rank), topology.groups.tp
     cut = at.vocabulary(model.config.vocab_size)
     if model.embed is not None:
         model.embed = SplitEmbedding(model.embed, cut, group)
-    if model.head is not None:
-        model.head = SplitHead(model.head, model.config, cut, group)
+        model.cuts["embed.weight"] = cut
+    if (head := model.head) is not None:
+        if isinstance(head.weight, Tensor):
+            head.register_parameter("weight", _cut_value(head.weight, cut))
+            model.cuts["head.weight"] = cut
+        join, add = partial(_over_vocabulary, group), partial(sum_over, group=group)
+        head.vocabulary = VocabularyPart(cut.spans[0].start, cut.size, join, add)
+        head.all_rows = partial(gather, group=group)
 
 
-def _split_block(block: Block, config: DecoderConfig, topology: Topology) -> None:
+def _split_block(block: Block, name: str, model: Decoder, topology: Topology) -> None:
     mixer, mlp, group = block.config.mixer, block.config.mlp, topology.groups.tp
     if block.mixer is not None and mixer is not None:
         block.call_mixer = partial(_replicated, group)
         if mixer.tp_units():
-            make = partial(make_mixer, norm=config.norm)
-            block.mixer = _local(block.mixer, mixer, config.width, topology, make=make)
+            local = partial(_local, make=make_mixer, model=model, topology=topology)
+            block.mixer = local(block.mixer, mixer, name=f"{name}.mixer")
             block.call_mixer = partial(_split, group)
     if block.mlp is not None and mlp is not None:
         block.call_mlp = partial(_on_own_rows if mlp.routed_experts else _replicated, group)
         if mlp.tp_units():
-            make = partial(make_feed_forward, norm=config.norm)
-            block.mlp = _local(block.mlp, mlp, config.width, topology, make=make)
+            local = partial(_local, make=make_feed_forward, model=model, topology=topology)
+            block.mlp = local(block.mlp, mlp, name=f"{name}.mlp")
             block.call_mlp = partial(_split, group)
 
 
 def _local(
     whole: nn.Module,
     part: Part,
-    width: int,
-    topology: Topology,
     *,
-    make: Callable[[Part, int], nn.Module],
+    name: str,
+    make: Callable[..., nn.Module],
+    model: Decoder,
+    topology: Topology,
 ) -> nn.Module:
-    """The module of what this rank has, with its part of the whole module's values."""
-    tp, group = topology.tp, topology.groups.tp
+    """The module of what this rank has, with its part of the whole module's values.
+
+    name: the module's in the model, to whose cuts this adds.
+    """
+    tp, width = topology.tp, model.config.width
     with torch.device("meta"):
-        local = make(part.on_tp_rank(tp), width)
-    cuts = part.tp_cuts(width, TPRank(tp, topology.tp_rank))
+        local = make(part.on_tp_rank(tp), width, norm=model.config.norm)
     if (ranks := part.norm_ranks(tp)) > 1:
-        local.norm.mean_over_ranks = partial(_mean_over, group, ranks)  # type: ignore[union-attr]
+        mean = partial(_mean_over, topology.groups.tp, ranks)
+        local.norm.mean_over_ranks = mean  # type: ignore[union-attr]
     add_same_factors(local, whole)
+    cuts = part.tp_cuts(width, TPRank(tp, topology.tp_rank))
     cuts |= _factor_cuts(whole, cuts)
-    for name, parameter in whole.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        value = _cut_value(parameter, cuts.get(name))
+    for below, parameter in whole.named_parameters():
+        owner, _, leaf = below.rpartition(".")
+        value = _cut_value(parameter, cuts.get(below))
         local.get_submodule(owner).register_parameter(leaf, value)
-    local.cuts = {name: cut for name, cut in cuts.items() if cut.spans}  # type: ignore[assignment]
+    model.cuts |= {f"{name}.{below}": cut for below, cut in cuts.items() if cut.spans}
     return local
 
 
@@ -127,20 +134,9 @@ def _cut_value(parameter: Tensor, cut: TensorCut | None) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts, dim=cut.dim), requires_grad=trains)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _all_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    return gather(rows, group)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _own_rows_of_sum(rows: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter(rows, group)
-
-
-def _own_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's rows of what all ranks have; the others' have no gradient here."""
-    own: Tensor = rows.chunk(group.size())[group.rank()]
-    return own
+# A compiled block runs collectives eagerly.
+_all_rows: Callable[..., Tensor] = torch.compiler.disable(gather)
+_own_rows_of_sum: Callable[..., Tensor] = torch.compiler.disable(reduce_scatter)
 
 
 def _split(group: ProcessGroup, part: nn.Module, x: Tensor, *args: object) -> tuple[Tensor, Any]:
@@ -164,7 +160,7 @@ def _replicated(
         more = more._replace(auxiliary=mine, counts=counts)
     elif more is not None:
         more = _own_share(more, group)
-    return _own_rows(rows, group), more
+    return rows.chunk(group.size())[group.rank()], more  # the others' have no gradient here
 
 
 @eager
@@ -213,52 +209,12 @@ class SplitEmbedding(nn.Embedding):
         rows = span.stop - span.start
         super().__init__(rows, whole.embedding_dim, padding_idx=pad, device="meta")
         self.register_parameter("weight", _cut_value(whole.weight, cut))
-        self.cuts, self.span, self.group = {"weight": cut}, span, group
+        self.span, self.group = span, group
 
     def forward(self, ids_T: Tensor) -> Tensor:
         is_mine = (ids_T >= self.span.start) & (ids_T < self.span.stop)
         rows_TC = super().forward((ids_T - self.span.start).where(is_mine, 0))
         return reduce_scatter(rows_TC.where(is_mine[:, None], 0.0), self.group)
-
-
-class SplitHead(Head):
-    """(T/tp, C) → (T), or what the reader returns, alike on all ranks."""
-
-    def __init__(
-        self, whole: Head, config: DecoderConfig, cut: TensorCut, group: ProcessGroup
-    ) -> None:
-        super().__init__(config, tied=True)
-        if isinstance(whole.weight, Tensor):
-            self.register_parameter("weight", _cut_value(whole.weight, cut))
-            self.cuts = {"weight": cut}
-        (span,) = cut.spans
-        self.group = group
-        self.part = VocabularyPart(
-            span.start, cut.size, partial(_over_vocabulary, group), partial(sum_over, group=group)
-        )
-
-    def forward(
-        self,
-        hidden_TC: Tensor,
-        labels_T: Tensor | None,
-        tied_VC: Tensor | None = None,
-        *,
-        summed: bool = False,
-        reader: Reader | None = None,
-    ) -> Tensor:
-        if labels_T is None:
-            raise ValueError(
-                "under tensor parallelism the head computes losses, not logits; give labels, or "
-                "use tp=1"
-            )
-        weight_VC = self.weight if tied_VC is None else tied_VC
-        assert isinstance(weight_VC, Tensor)
-        rows_TC = gather(hidden_TC, self.group)
-        if reader is not None:
-            return reader(rows_TC, OutputLayer(weight_VC, self.part), labels_T)
-        return linear_cross_entropy(
-            rows_TC, weight_VC, labels_T, summed=summed, vocabulary=self.part
-        )
 
 
 def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,7 +225,11 @@ def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple
 
 @torch.no_grad()
 def sum_gradients(model: nn.Module, topology: Topology) -> None:
-    """Adds up the gradients of what several TP ranks have alike; each rank gets the sum."""
+    """Adds up the gradients of what several TP ranks have alike, once a step; each gets the sum.
+
+    Each rank has a part of the gradient of a parameter that all have whole, from its rows or heads.
+    So it is with spans of which several have a copy, such as a KV head of 4 ranks with 2 KV heads.
+    """
     group = topology.groups.tp
     whole, copied = list[Tensor](), list[tuple[Tensor, int]]()
     for parameter, cut in trained_parameters(model):

@@ -39,10 +39,10 @@ from longshore.model.decoder import Block, Decoder
 from longshore.model.interface import (
     Mixed,
     MixerLoss,
-    Opaque,
     Output,
     Rows,
     ThreeStepMixer,
+    UntracedContext,
     with_loss,
 )
 from longshore.model.norm_rope import Float32Parameters, Tables
@@ -694,7 +694,7 @@ def _without_loss(mixed: Mixed) -> Tensor:
     return rows
 
 
-NO_CONTEXT = Opaque(None)  # type: ignore[arg-type]
+NO_CONTEXT = UntracedContext(None)  # type: ignore[arg-type]
 """A dense MLP takes each token by itself, and reads no context."""
 
 
