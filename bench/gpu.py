@@ -33,7 +33,7 @@ from gpu_profile import compilations, grouped
 from results import machine, one_line, table, write_section
 
 from longshore.arch.costs import step_flops
-from longshore.ops.backends import chosen, kernels_line, only
+from longshore.ops.backends import chosen, kernels_line, using_kernels
 from longshore.parallel.pipeline import Timestamp
 from longshore.run.parts import Parts, TrainingJob
 from longshore.settings import Kernels
@@ -241,7 +241,7 @@ def attention_here(shape: list[int], packs: list[list[int]], kernels: Kernels) -
     from gpu_attention import compare
 
     heads, kv_heads, width, value_width = shape
-    with only(kernels):
+    with using_kernels(kernels):
         return compare((heads, kv_heads, width, value_width), packs)
 
 
@@ -414,7 +414,7 @@ def main() -> int:
     report = Report(options.out)
     names = options.sections or list(SECTIONS)
     for name in names:
-        with guarded(name, report), only(options.kernels):
+        with guarded(name, report), using_kernels(options.kernels):
             begin = time.perf_counter()
             SECTIONS[name](options, report)
             print(f"--- {name} took {time.perf_counter() - begin:.0f} s; {chosen()}", flush=True)

@@ -9,10 +9,8 @@ import torch
 
 from longshore.batch import Boundaries
 from longshore.ops import backends, reference
-from longshore.ops import reference as reference_loss
-from longshore.ops import reference as reference_rope
 from longshore.ops.attention import attention, attention_forward
-from longshore.ops.backends import chosen, only
+from longshore.ops.backends import chosen, using_kernels
 from longshore.ops.cross_entropy import linear_cross_entropy
 from longshore.ops.pointwise import rotate
 from longshore.user_code import is_installed
@@ -175,7 +173,7 @@ def test_varlen_attention_of_values_between_multiples_of_16_bytes():
     """As those of MLA whose keys have 12 dims without position and 4 with one."""
     q, k, joint = normal(70, 8, 16), normal(70, 8, 16, seed=1), normal(70, 8, 28, seed=2)
     exact = in_float64([q, k, joint])
-    with only("plain"):
+    with using_kernels("plain"):
         got = torch.autograd.grad(attention(q, k, joint[..., 12:]).sum(), (q, k, joint))
         assert chosen()["attention"] == "torch varlen"
     want = reference.attention(exact[0], exact[1], exact[2][..., 12:]).sum()
@@ -261,7 +259,7 @@ def test_rotate():
     x, angles = normal(300, 4, 64), normal(300, 24, dtype=torch.float32, seed=3).detach() * 9
     (exact,) = in_float64([x])
     got = rotate(x, angles.cos(), angles.sin())
-    want = reference_rope.rotate(exact, angles.double().cos(), angles.double().sin())
+    want = reference.rotate(exact, angles.double().cos(), angles.double().sin())
     assert_close(got, want, 5e-3)
     (dx,) = torch.autograd.grad(got.sum(), x)
     assert_close(dx, torch.autograd.grad(want.sum(), exact)[0], 5e-3)
@@ -277,7 +275,7 @@ def test_linear_cross_entropy(dtype, tolerance):
     clean[7] = 0
     exact = in_float64([clean, weight])
     got = linear_cross_entropy(hidden, weight, labels)
-    want = reference_loss.linear_cross_entropy(*exact, labels)
+    want = reference.linear_cross_entropy(*exact, labels)
     assert got.dtype == torch.float32
     assert_close(got, want, 1e-5)
     grad = torch.linspace(-1, 2, 501, device="cuda")
@@ -292,7 +290,7 @@ def test_linear_cross_entropy_in_plain_torch_holds_an_eighth_of_the_logits_at_mo
     tokens, vocabulary = 4096, 32768
     hidden, weight = normal(tokens, 16), normal(vocabulary, 16, seed=1)
     labels = torch.arange(tokens, device="cuda")
-    with only("plain"):
+    with using_kernels("plain"):
         linear_cross_entropy(hidden, weight, labels).sum().backward()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

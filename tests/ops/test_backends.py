@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longshore.batch import Boundaries
 from longshore.ops import attention_varlen, backends
 from longshore.ops.attention import AttentionSpec
-from longshore.ops.backends import Backend, chosen, kernels_line, only, pick, use_kernels
+from longshore.ops.backends import Backend, chosen, kernels_line, pick, use_kernels, using_kernels
 
 
 class OnCuda(SimpleNamespace):
@@ -46,7 +46,7 @@ def test_on_the_cpu_plain_torch_serves_every_dtype():
 def test_half_precision_on_cuda_is_for_varlen(dtype):
     """Also with narrower values, which it pads."""
     for width in (64, 40):
-        with only("plain"):
+        with using_kernels("plain"):
             assert (
                 pick("attention", on_cuda(dtype), on_cuda(dtype, width=width)) is attention_varlen
             )
@@ -124,7 +124,7 @@ def test_on_cuda_a_backend_is_asked_once_for_each_kind_of_call(monkeypatch):
     backends._chosen.clear()
     pick("op", on_cuda())
     assert chosen() == {"op": "first"}
-    with only("plain"):
+    with using_kernels("plain"):
         pick("op", on_cuda())
     assert len(calls) == 5
 
@@ -134,7 +134,7 @@ def test_plain_rules_out_what_is_not_torch(monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", {"op": (package,)})
     x = torch.zeros(1)
     assert pick("op", x) is not None
-    with only("plain"):
+    with using_kernels("plain"):
         assert pick("op", x) is None
         assert chosen()["op"] == "plain torch (package: train.kernels is plain)"
     assert pick("op", x) is not None

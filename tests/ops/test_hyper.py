@@ -57,7 +57,7 @@ def test_kernels_equal_plain_torch(monkeypatch, dtype, tokens, count, width):
     monkeypatch.setattr(kernels, "WIDE", 16)
     monkeypatch.setattr(kernels, "PART_TOKENS", 32)
     wanted = results(torch.float64, "cpu", tokens, count, width)
-    with backends.only("auto"):
+    with backends.using_kernels("auto"):
         ours = results(dtype, DEVICE, tokens, count, width)
         assert backends.chosen()["hyper-connections"] == "triton"
     within = 1e-5 if dtype == torch.float32 else 2e-2

@@ -16,7 +16,7 @@ from longshore.model.feed_forward import MoE
 from longshore.ops import backends
 from longshore.ops import experts as op
 from longshore.ops import reference as twin
-from longshore.ops.backends import chosen, only
+from longshore.ops.backends import chosen, using_kernels
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -211,7 +211,7 @@ def test_a_layer_equals_plain_torch(kind):
 
     ours = layer()
     assert chosen()["experts"] == "triton"
-    with only("plain"):
+    with using_kernels("plain"):
         theirs = layer()
         assert chosen()["experts"] == "torch grouped_mm"
     assert torch.equal(ours.pop("counts"), theirs.pop("counts"))

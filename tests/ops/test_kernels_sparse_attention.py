@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(backends, "_interpreted", lambda: True)
-    with backends.only("auto"):
+    with backends.using_kernels("auto"):
         yield
 
 

@@ -23,7 +23,7 @@ NAMES = ("x_THP", "dt_TH", "A_H", "B_TGN", "C_TGN", "D_H", "initial")
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(backends, "_interpreted", lambda: DEVICE == "cpu")
-    with backends.only("auto"):
+    with backends.using_kernels("auto"):
         yield
 
 
@@ -227,7 +227,7 @@ def test_a_mixer_equals_its_plain_self():
     for kernels in ("auto", "plain"):
         leaf = x_TC.clone().requires_grad_()
         mixer.zero_grad()
-        with backends.only(kernels):
+        with backends.using_kernels(kernels):
             output = mixer(leaf, context, {})
             output.square().sum().backward()
         grads = {name: parameter.grad for name, parameter in mixer.named_parameters()}

@@ -2,7 +2,8 @@
 
 Two ranks of torchrun run the command in this order: chats and a checkpoint, with context
 parallelism, two steps; the same resumed, with heads exchanged instead of keys and values; a stream
-of token ids through a pipeline of two stages, from random weights. Export and plan run alone.
+of token ids through a pipeline of two stages, from random weights; scans that pass states. Export
+and plan run alone.
 """
 
 import importlib
@@ -28,10 +29,12 @@ SHARED = ("plan.capacity=64", "plan.min_cp=2", "data.batch=4", "output.save_ever
 CHATS = ("data.path=chats.jsonl", "model.from_hf=base", "output.folder=run", *SHARED)
 STREAM = ("data.path=rows.jsonl", "data.stream=true", "data.max_length=64", "data.batch=4")
 PIPELINE = ("model.preset=tiny-qwen3", "parallel.pp=2", "plan.capacity=64", "output.folder=piped")
+SCANS = ("data.path=rows.jsonl", "model.preset=tiny-hybrid", "output.folder=scanned")
 COMMANDS = (
     ("train", *CHATS, "train.steps=2", "parallel.attention=gather"),
     ("train", "--resume", "run", "train.steps=3", "parallel.attention=heads"),
     ("train", *STREAM, *PIPELINE, "train.steps=1"),
+    ("train", *SCANS, *SHARED, "parallel.scan=states", "train.steps=1"),
 )
 
 

@@ -30,14 +30,14 @@ from longshore.distributed.topology import Groups, Topology, make_topology
 from longshore.plan import make_plan
 
 OURS = Path(longshore.__file__).parent
-FOLDERS = (f"{OURS}/data/", *(f"{OURS}/plan/{name}.py" for name in ("check", "route")))
+FOLDERS = (f"{OURS}/data/", *(f"{OURS}/plan/{name}.py" for name in ("check", "shapes")))
 # These communicate, or are the loop around those that do: between two collectives they only call
 # what is in agreed(). Everything else may fail.
 FRAMES = {
     "steps.py": {"from_place", "__init__", "agreed", "closed_on_error", "any_rank", "check_same"}
     | {"gather_rows_of_lanes", "_broadcast_in_lane", "close"}
     | {"__iter__", "__next__", "__enter__", "__exit__", "_run", "_put"},
-    "exchange.py": {"deliver_in_lane"},
+    "exchange.py": {"exchange_shards"},
 }
 BATCH = BatchSize("sequences", 6)
 STEPS = 2

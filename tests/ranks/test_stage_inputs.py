@@ -122,16 +122,16 @@ class Recorder:
 
     def around_delivery(self, stack):
         """Counts while sequences are delivered, and not while lengths are gathered."""
-        deliver = steps.deliver_in_lane
+        deliver = steps.exchange_shards
 
-        def counted(mail, groups):
+        def counted(exchange, groups):
             with ExitStack() as inner:
                 for name in ("send", "recv", "all_to_all_single", "broadcast"):
                     call = mock.patch.object(dist, name, self.wrapped(name, getattr(dist, name)))
                     inner.enter_context(call)
-                return deliver(mail, groups)
+                return deliver(exchange, groups)
 
-        stack.enter_context(mock.patch.object(steps, "deliver_in_lane", counted))
+        stack.enter_context(mock.patch.object(steps, "exchange_shards", counted))
 
     def wrapped(self, name, call):
         def record(*args, **options):

@@ -1,4 +1,6 @@
-"""Exchange: sequences go from the lanes that own them to the lanes that compute them, and back.
+"""Streams: sequences go from the lanes that read them to the lanes that compute them, and back.
+
+With prepared data nothing is sent: every rank reads what its lane needs (IndexedSteps).
 
 In: a plan, which lane owns each sequence, and a lane's own uncut sequences: on its first rank or,
 with `everywhere`, on all its ranks. Out: on every rank the shards that its stages read. Three kinds
@@ -11,8 +13,8 @@ know the plan, so sizes are never sent, and a rank whose stages read no tokens t
 
 A sequence of 7 tokens owned by lane 0 and split over lanes 0 and 1: lane 0 keeps positions 0 1 6
 and sends positions 2 3 4 5 with the token after each: 4 rows of (token, next token, is the next a
-target). Only `deliver_in_lane` communicates, so that all ranks can agree before it that preparing
-the messages (`make_lane_parcels`) worked, and after it that reading them (`open_parcels`) did.
+target). Only `exchange_shards` communicates, so that all ranks can agree before it that preparing
+the messages (`make_shard_exchange`) worked, and after it that reading them (`read_shards`) did.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +47,7 @@ from longshore.plan.shapes import route
 from longshore.plan.types import Plan
 
 
-class ParcelRoutes:
+class ShardRoutes:
     """Which bytes go from a lane to each other lane; they follow from the plan.
 
     `inputs`, in its methods, is what the ranks of one stage read, and so send each other.
@@ -85,7 +87,7 @@ class ParcelRoutes:
         return ByteLayout(self.plan, cuts, self.depths, self.fields, inputs)
 
 
-def open_parcels(expected: "Seq[ByteLayout]", received: Tensor) -> Shards:
+def read_shards(expected: "Seq[ByteLayout]", received: Tensor) -> Shards:
     """The received bytes as this lane's shards."""
     ends = np.cumsum([layout.size for layout in expected])
     parts = zip(expected, np.split(received.numpy(), ends[:-1]), strict=True)
@@ -196,7 +198,7 @@ def _pieces(plan: Plan, cuts: Seq[Cut], values: Tensor) -> Iterator[Piece]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LaneParcels:
+class ShardExchange:
     """What a rank sends and receives until it has its shards; all memory is allocated."""
 
     sent: Tensor
@@ -215,14 +217,14 @@ class LaneParcels:
     """Whether the received bytes are sent along TP."""
 
 
-def make_lane_parcels(
-    routes: ParcelRoutes,
+def make_shard_exchange(
+    routes: ShardRoutes,
     samples: Mapping[int, TokenizedSample],
     groups: Groups,
     stages: Seq[StageInputs],
     *,
     everywhere: bool,
-) -> LaneParcels:
+) -> ShardExchange:
     """A rank's part of the exchange, if its stages read anything.
 
     samples: what the lane drew, on the ranks that know it. stages: what each pipeline rank reads.
@@ -239,7 +241,7 @@ def make_lane_parcels(
         if is_cut_here and not everywhere and other != mine and needed != NO_INPUTS
     }
     is_copy = not (is_cut_here or is_awaited)
-    return LaneParcels(
+    return ShardExchange(
         sent=sent,
         sends=sizes,
         expected=expected,
@@ -250,18 +252,18 @@ def make_lane_parcels(
     )
 
 
-def deliver_in_lane(mail: LaneParcels, groups: Groups) -> Tensor:
-    """The bytes of this rank's shards. All ranks that have LaneParcels call it together."""
-    for other, message in mail.to_stages.items():
+def exchange_shards(exchange: ShardExchange, groups: Groups) -> Tensor:
+    """The bytes of this rank's shards. All ranks that have a ShardExchange call it together."""
+    for other, message in exchange.to_stages.items():
         if len(message):
             dist.send(message, group=groups.pp, group_dst=other)
-    if mail.is_awaited and len(mail.sent):
-        dist.recv(mail.sent, group=groups.pp, group_src=0)
-    received = mail.copy
+    if exchange.is_awaited and len(exchange.sent):
+        dist.recv(exchange.sent, group=groups.pp, group_src=0)
+    received = exchange.copy
     if received is None:
-        receives = [layout.size for layout in mail.expected]
-        received = all_to_all(mail.sent, groups.lanes, sends=mail.sends, receives=receives)
-    return broadcast(received, groups.tp) if mail.is_shared and len(received) else received
+        receives = [layout.size for layout in exchange.expected]
+        received = all_to_all(exchange.sent, groups.lanes, sends=exchange.sends, receives=receives)
+    return broadcast(received, groups.tp) if exchange.is_shared and len(received) else received
 
 
 def _bytes(count: int) -> Tensor:

@@ -15,7 +15,7 @@ computes it by itself. `pack_lane` does both for a controller that owns all sequ
     token_ids  5 6 3 0        labels  6 7 −100 −100        positions  0 1 6 7
 
 `unpack` and `merge`: a lane's outputs (T, …), one row a token, as each sequence's (length, …), in
-order and without padding. Lane 0 returns positions 0…2 and 6…7, lane 1 returns 2…6.
+order and without padding. Lane 0 returns positions 0:2 and 6:7, lane 1 returns 2:6.
 """
 
 from collections.abc import Iterable, Mapping

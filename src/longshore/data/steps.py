@@ -32,11 +32,11 @@ from torch import Tensor
 
 from longshore.batch import Counts, MicroBatch, TableMaker
 from longshore.data.exchange import (
-    LaneParcels,
-    ParcelRoutes,
-    deliver_in_lane,
-    make_lane_parcels,
-    open_parcels,
+    ShardExchange,
+    ShardRoutes,
+    exchange_shards,
+    make_shard_exchange,
+    read_shards,
 )
 from longshore.data.pack import (
     Shards,
@@ -490,14 +490,14 @@ class StreamedSteps(Steps):
                 if not lengths.owners:
                     return  # on all ranks: no lane drew a sequence
                 plan, digest = self.make_plan(lengths.sequences())
-                mail = self._lane_parcels(plan, lengths, drawn)
+                exchange = self._shard_exchange(plan, lengths, drawn)
             self.check_same(digest)
-            received = None if mail is None else deliver_in_lane(mail, groups)
+            received = None if exchange is None else exchange_shards(exchange, groups)
             with self.agreed():
-                if mail is None or received is None:
+                if exchange is None or received is None:
                     batches = self.without_data(plan, lengths.counts())
                 else:
-                    shards = open_parcels(mail.expected, received)
+                    shards = read_shards(exchange.expected, received)
                     batches = self.pack(plan, shards, lengths.counts())
                 by_row = [row for lane_rows in positions for row in lane_rows.tolist()]
                 after = {POSITIONS: by_row} if positions else {}
@@ -532,19 +532,19 @@ class StreamedSteps(Steps):
             wanted -= sample.length if self.batch.unit == "tokens" else 1
             yield sample
 
-    def _lane_parcels(
+    def _shard_exchange(
         self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
-    ) -> LaneParcels | None:
+    ) -> ShardExchange | None:
         """What this rank sends and receives to get its shards; None where it needs none."""
         assert self.groups is not None
         if self.inputs == NO_INPUTS:
             return None
         depths = self.packing.depths
-        routes = ParcelRoutes(plan, lengths.owners, self.lane, depths=depths, fields=self.fields)
+        routes = ShardRoutes(plan, lengths.owners, self.lane, depths=depths, fields=self.fields)
         indices = lengths.indices_of(self.lane) if drawn else ()
         own = dict(zip(indices, drawn, strict=True))
         everywhere = self.everywhere
-        return make_lane_parcels(routes, own, self.groups, self.stages, everywhere=everywhere)
+        return make_shard_exchange(routes, own, self.groups, self.stages, everywhere=everywhere)
 
     def describe(self) -> dict[str, object]:
         if self.stream is None:

@@ -28,8 +28,7 @@ from longshore.ops import (
     reference,
     ssd,
 )
-from longshore.ops import pointwise as rope
-from longshore.ops.backends import chosen, only
+from longshore.ops.backends import chosen, using_kernels
 
 LENGTHS = (1, 5, 10)
 ROWS = sum(LENGTHS)
@@ -62,7 +61,7 @@ class OpProbe:
 def try_ops(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
     """For each op its name, its backend, and what is wrong with it: "" if it matches."""
     for probe in _probes():
-        with only("auto"):
+        with using_kernels("auto"):
             wrong = _differs(probe, device=device, dtype=dtype)
             backend = chosen().get(probe.op, "no backend was chosen")
         # On a CPU the reason is always the same: kernels are for GPUs.
@@ -180,7 +179,7 @@ def _rope() -> OpProbe:
     cos, sin = angles.cos(), angles.sin()
 
     def run(_: Boundaries, x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        return (rope.norm_rotate(x, weight, EPS, cos.to(x.device), sin.to(x.device)),)
+        return (pointwise.norm_rotate(x, weight, EPS, cos.to(x.device), sin.to(x.device)),)
 
     def exact(_: Boundaries, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         return (reference.rotate(_rms_norm(x) * weight, cos, sin),)

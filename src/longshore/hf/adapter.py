@@ -31,7 +31,7 @@ from longshore.hf.transformers_model import (
     config_keys,
     quiet,
 )
-from longshore.ops.backends import only
+from longshore.ops.backends import using_kernels
 
 LENGTHS = (7, 1, 5)
 VOCAB = 37
@@ -74,7 +74,7 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
         torch.inference_mode(False),  # the caller may be in it, or in no_grad
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
-        only("plain"),
+        using_kernels("plain"),
         quiet(),
     ):
         hf = _small_model(model_class, config)

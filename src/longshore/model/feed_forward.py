@@ -169,13 +169,13 @@ ExpertRun = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Experts(nn.Module):
     """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F).
 
-    exchange: called with an ExpertRun and its arguments where other ranks have some of the experts;
+    dispatch: called with an ExpertRun and its arguments where other ranks have some of the experts;
     set by parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
     """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
-        self.exchange: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self.dispatch: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.limit = config.limit
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.width, width))
         self.down = nn.Parameter(torch.empty(config.experts, width, config.width))
@@ -187,8 +187,8 @@ class Experts(nn.Module):
         run: ExpertRun = partial(  # the experts of this rank alone
             expert_mlp, gate_up_E2FC=self.gate_up, down_ECF=self.down, limit=self.limit
         )
-        if self.exchange is not None:
-            return self.exchange(run, x_TC, ids_TK, weights_TK)
+        if self.dispatch is not None:
+            return self.dispatch(run, x_TC, ids_TK, weights_TK)
         return run(x_TC, ids_TK, weights_TK)
 
 

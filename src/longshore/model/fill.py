@@ -5,7 +5,7 @@ some of their columns.
 Rows are made in blocks of about 2¹⁸ values, each from a generator of its own, seeded from (seed,
 name, block): a rank makes only the blocks that contain its rows.
 
-A (4096, 4096) weight has blocks of 64 rows. Rows 100…200 are in blocks 1, 2 and 3; rows 36…136 of
+A (4096, 4096) weight has blocks of 64 rows. Rows 100:200 are in blocks 1, 2 and 3; rows 36:136 of
 those 192 are returned.
 """
 

@@ -8,7 +8,7 @@ own reach tokens of other lanes through it and in no other way:
         pack_NC = exchange.gather(x_TC)                # all rows of the pack, in order
         return exchange.shard(mean(pack_NC, exchange.pack.padded))        # this lane's rows of it
 
-    over_packs(running_mean, ctx, self.exchanges, x_TC)               # in a method marked @eager
+    over_packs(running_mean, ctx, self.exchanges, x_TC)               # in a ThreeStepMixer's core
 
 A decoder of two layers of experts and one depth of multi-token prediction returns, with labels,
 Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).

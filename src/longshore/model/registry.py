@@ -8,8 +8,8 @@ register_mixer or register_feed_forward:
 
 A mixer is called mixer(x_TC, ctx, tables) and gives (T, C); a feed-forward part mlp(x_TC, ctx)
 gives (T, C) and what its experts did, or None. Both are made with (config, width, norm=…). They
-read ctx in methods marked @eager only, and reach rows of other lanes through `self.exchanges`; see
-model/interface.py. Their classes may have two more members:
+read ctx in `core`, or in methods marked @eager, and reach rows of other lanes through
+`self.exchanges`; see model/interface.py. Their classes may have two more members:
 
     FILLS                  how parameters begin that are no matrices or biases: model/init.py
     table_makers(config)   what makes the tables of boundaries that it reads: HostTableMaker

@@ -1,1 +1,1 @@
-"""Operators on packed sequences; `reference` has the same names, slow and obvious."""
+"""Operators on packed sequences; `reference` has those that mix tokens again, slow and obvious."""

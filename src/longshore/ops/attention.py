@@ -9,8 +9,8 @@ their end. With 2 queries over 5 keys, and with window 3:
     query 1   sees keys 0 1 2 3 4       with window 3     2 3 4
 
 Plain torch takes blocks of query rows, each against the keys visible to it: scores of at most
-MOST_ROWS rows exist at a time. 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 see
-keys 0…811, rows 512…1023 keys 0…1323, rows 1024…1199 all 1500. How a sequence is divided depends
+MOST_ROWS rows exist at a time. 1200 queries over 1500 keys in blocks of 512 rows: rows 0:512 see
+keys 0:812, rows 512:1024 keys 0:1324, rows 1024:1200 all 1500. How a sequence is divided depends
 only on its own lengths, and its matrices are copied before they are multiplied: its result is
 bitwise the same, whatever it is packed with. The right operand of each product is copied in the
 layout the product reads, for the reason given in ops/linear.py.

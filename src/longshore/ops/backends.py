@@ -1,15 +1,16 @@
-"""The backends of each op, and which one runs: the only place that chooses.
+"""The backends of each op, and which one runs for the tensors of a call.
 
 In: an op's name and the tensors of a call. Out: the module of the first backend that supports them,
-or None where plain torch, in the op's own module, serves. For bfloat16 on an H200 and on a CPU:
+or None where plain torch, in the op's own module, serves. In bfloat16:
 
-    pick("norm", x)        longshore.ops.kernels.norm
-    pick("norm", x)        None
-    chosen()               {"norm": "plain torch (triton: the tensors are on cpu, not on CUDA)"}
+    pick("norm", x, weight)        longshore.ops.kernels.norm     on an H200
+    pick("norm", x, weight)        None                           on a CPU; chosen() then says
+                                   {"norm": "plain torch (triton: the tensors are on cpu, …)"}
 
-A new kernel is a new entry in BACKENDS, in order of preference, and a module with the functions
-that the op calls; it is imported when it is first picked. `use_kernels("plain")`, which is
-train.kernels=plain, leaves only backends that are parts of torch and need nothing but torch.
+What depends on an option instead of a tensor (softcap, a limit of dt) the op's module declines
+itself, before it asks. CONTRIBUTING.md lists what a new backend needs; its module is imported when
+it is first picked. `use_kernels("plain")`, which is train.kernels=plain, leaves only backends that
+are parts of torch and need nothing but torch.
 """
 
 import importlib
@@ -39,7 +40,7 @@ class Backend:
     name: str
     """For people: in doctor and in a run's log."""
     module: str
-    """What has the op's functions; imported when it is picked."""
+    """What has the op's functions, as BACKENDS lists them; imported when it is picked."""
     refusal: Callable[..., str | None]
     """Why it does not support a call with these tensors, or None if it does; imports nothing.
 
@@ -55,7 +56,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def on_gpu(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
+def triton_refusal(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
     """Why Triton kernels cannot take such tensors; triton's interpreter takes those of a CPU."""
     for x in tensors:
         if x.dtype == torch.float64:
@@ -117,7 +118,7 @@ def grouped_refusal(*operands: Tensor) -> str | None:
 
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor) -> str | None:
     """Kernels around the grouped product, which on GPUs is one kernel for bfloat16 alone."""
-    if refused := on_gpu(x, gate_up, down) or grouped_refusal(x, gate_up, down):
+    if refused := triton_refusal(x, gate_up, down) or grouped_refusal(x, gate_up, down):
         return refused
     if x.is_cuda and x.dtype != torch.bfloat16:
         return f"{x.dtype} is not bfloat16"
@@ -126,7 +127,7 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor) -> str | None:
 
 def _conv(x_TC: Tensor, weight_CK: Tensor) -> str | None:
     taps = weight_CK.shape[1]
-    if refused := on_gpu(x_TC, weight_CK):
+    if refused := triton_refusal(x_TC, weight_CK):
         return refused
     if not 2 <= taps <= 8:
         return f"{taps} taps are not 2 to 8"
@@ -134,7 +135,7 @@ def _conv(x_TC: Tensor, weight_CK: Tensor) -> str | None:
 
 
 def _gated_norm(x: Tensor, gate: Tensor) -> str | None:
-    if refused := on_gpu(x, gate):
+    if refused := triton_refusal(x, gate):
         return refused
     if x.shape[-1] > 65536:
         return f"rows of {x.shape[-1]} channels are wider than 65536"
@@ -153,7 +154,7 @@ def gated_is_wrong(version: str, on: tuple[int, int]) -> bool:
 
 def _delta_rule(k: Tensor, v: Tensor) -> str | None:
     """flash-linear-attention's chunked kernels."""
-    if refused := on_gpu(k, v):
+    if refused := triton_refusal(k, v):
         return refused
     if not v.is_cuda or v.dtype not in HALF:
         return f"{v.dtype} on {v.device.type} is not half precision on CUDA"
@@ -190,7 +191,7 @@ def _rope(x: Tensor, cos: Tensor, weight: Tensor | None = None) -> str | None:
 
 
 def _pointwise(*tensors: Tensor) -> str | None:
-    if refused := on_gpu(*tensors):
+    if refused := triton_refusal(*tensors):
         return refused
     return None if all(x.numel() for x in tensors) else "there are no rows"
 
@@ -200,21 +201,21 @@ def _ssd(x: Tensor, B: Tensor) -> str | None:
     width, state = x.shape[2], B.shape[2]
     if width > 128 or state > 256:
         return f"heads of width {width} with a state of {state} are wider than 128 and 256"
-    return on_gpu(x, B)
+    return triton_refusal(x, B)
 
 
 def _sparse(q: Tensor, *keys: Tensor) -> str | None:
     """Triton, for heads that fit in registers."""
     if q.shape[2] > 512:
         return f"heads of width {q.shape[2]} are wider than 512"
-    return on_gpu(q, *keys)
+    return triton_refusal(q, *keys)
 
 
 def _indexer(q: Tensor, keys: Tensor) -> str | None:
     """Triton, for heads that fit in registers."""
     if q.shape[2] > 256:
         return f"heads of width {q.shape[2]} are wider than 256"
-    return on_gpu(q, keys)
+    return triton_refusal(q, keys)
 
 
 def _hyper(rows: Tensor, weight: Tensor) -> str | None:
@@ -231,28 +232,30 @@ def _triton(module: str, refusal: Callable[..., str | None]) -> tuple[Backend, .
 _FLASH4, _VARLEN = "longshore.ops.attention_flash4", "longshore.ops.attention_varlen"
 _FLA = "longshore.ops.delta_rule_fla"
 BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "indexer": _triton("indexer", _indexer),
-    "sparse attention": _triton("sparse_attention", _sparse),
-    "ssd": _triton("ssd", _ssd),
-    "attention": (
+    "indexer": _triton("indexer", _indexer),  # scores, chosen_scores, chosen_gradients
+    "sparse attention": _triton("sparse_attention", _sparse),  # forward, backward
+    "ssd": _triton("ssd", _ssd),  # prepare, which returns a PreparedScan
+    "attention": (  # forward, backward
         Backend("flash-attn-4", _FLASH4, _flash4, package="flash_attn.cute"),
         Backend("torch varlen", _VARLEN, _varlen),
     ),
-    "loss": _triton("cross_entropy", on_gpu),
-    "experts": (
+    # linear_loss
+    "loss": _triton("cross_entropy", triton_refusal),
+    "experts": (  # sorted_mlp
         *_triton("experts", _experts),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
     ),
-    "conv": _triton("conv", _conv),
+    "conv": _triton("conv", _conv),  # conv
+    # prepare, which returns a PreparedScan
     "delta rule": (Backend("flash-linear-attention", _FLA, _delta_rule, package="fla"),),
-    "gated norm": _triton("norm", _gated_norm),
-    "norm": _triton("norm", _norm),
-    "gate": _triton("gate", _pointwise),
-    "hyper-connections": _triton("hyper", _hyper),
-    "projections": (Backend("torch in one node", "longshore.ops.linear", on_gpu),),
-    "rope": _triton("rope", _rope),
+    "gated norm": _triton("norm", _gated_norm),  # gated_norm
+    "norm": _triton("norm", _norm),  # rms_norm, add_norm
+    "gate": _triton("gate", _pointwise),  # gated, gated_linear
+    "hyper-connections": _triton("hyper", _hyper),  # project, collapse, expand
+    "projections": (Backend("torch in one node", "longshore.ops.linear", triton_refusal),),
+    "rope": _triton("rope", _rope),  # rotate, norm_rotate
 }
-"""By op, in order of preference; where none is left, plain torch."""
+"""By op, in order of preference; where none is left, plain torch. Beside it: what modules have."""
 
 _plain = False
 _chosen: dict[str, str] = {}
@@ -318,7 +321,7 @@ def use_kernels(kernels: Kernels) -> None:
 
 
 @contextmanager
-def only(kernels: Kernels) -> Iterator[None]:
+def using_kernels(kernels: Kernels) -> Iterator[None]:
     """use_kernels for a while: that of a run, a test or a measurement."""
     before = _plain
     use_kernels(kernels)

@@ -81,8 +81,8 @@ def adapt(linear: nn.Linear, lora: LowRank, kind: type[nn.Linear] = AdaptedLinea
 def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
     """linear(x) of each of them; a module with hooks is called by itself."""
     weights = [linear.weight for linear in linears]
-    picked = pick("projections", x_TC, *weights)
-    if picked is None or x_TC.dim() != 2 or not all(map(_is_bare, linears)):
+    is_plain = x_TC.dim() != 2 or not all(map(_is_bare, linears))
+    if is_plain or pick("projections", x_TC, *weights) is None:
         return tuple(linear(x_TC) for linear in linears)
     biases = [linear.bias for linear in linears]
     outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)

@@ -56,7 +56,7 @@ def split_experts(model: Decoder, topology: Topology) -> None:
             model.cuts[f"{layer}.experts.{name}"] = cut
         if topology.ep > 1:
             group = topology.experts.ep
-            moe.experts.exchange = partial(exchanged, experts=moe.config.experts, group=group)
+            moe.experts.dispatch = partial(exchanged, experts=moe.config.experts, group=group)
 
 
 def exchanged(

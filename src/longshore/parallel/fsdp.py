@@ -68,6 +68,7 @@ def shard(
                 cast_forward_inputs=False,
             ),
         )
+        # Losses are divided before backward, by a count of the whole step: here they only add up.
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
     model.computing_dtype = dtype

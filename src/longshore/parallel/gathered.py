@@ -4,8 +4,8 @@ In: a rank's stages. Out: (name, tensor) in the order of the whole decoder, on r
 get empty ones. All ranks take part in each. A tensor comes in three steps:
 
     FSDP   each rank that shards its rows gathers them, so that it has its whole part
-    PP     the parts go to the first pipeline rank, each from the rank with the same lane and TP
-    TP/EP  there rank 0 gets the parts of its group, one after the other, and joins them
+    PP     a rank that has a part sends it to the ranks of the same lane and TP rank
+    TP/EP  of the first pipeline rank, those that have parts send them to rank 0, which joins them
 
 q_proj.weight (64, 64) of a layer of stage 1, on 4 lanes × tp 2 × pp 2: a rank has 8 rows, and
 gathers the 32 of its TP rank. Ranks 8 and 9 give these to ranks 0 and 1, and 1 gives its 32 to 0.

@@ -13,8 +13,8 @@ head are split by the vocabulary: a rank embeds the tokens it knows and the sum 
 head gathers the rows, and every rank learns the loss of all T tokens. A part of a kind that ranks
 do not split, such as a user's own mixer, gets all rows on every rank, which keeps its own T/tp.
 
-With 2 ranks and 6 tokens rank 1 holds rows 3…6; attention of 4 heads gathers 6 rows, attends with
-heads 2 and 3, and gets rows 3…6 of the sum of both ranks' outputs.
+With 2 ranks and 6 tokens rank 1 holds rows 3:6; attention of 4 heads gathers 6 rows, attends with
+heads 2 and 3, and gets rows 3:6 of the sum of both ranks' outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

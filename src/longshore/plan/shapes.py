@@ -5,7 +5,7 @@ whole give CP sizes (1, 2, 4, 6); a group of 4 may start at lane 0 only, one of 
 
 A sequence padded to P tokens is cut into 2·k chunks of P/(2·k) at CP size k, and lane r holds
 chunks r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8: lane 0 holds positions
-0 1 6 7, where 7 is padding, so its spans of real tokens are 0…2 and 6…7; lane 1 holds 2 3 4 5.
+0 1 6 7, where 7 is padding, so its spans of real tokens are 0:2 and 6:7; lane 1 holds 2 3 4 5.
 Gathered in the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its items
 [0 1 4 5 6 7 2 3].
 

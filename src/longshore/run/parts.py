@@ -58,7 +58,7 @@ from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
 from longshore.model.registry import table_makers
-from longshore.ops.backends import only
+from longshore.ops.backends import using_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline import EmbeddingCopies, Model, Stages, stages_of, whole_name
@@ -131,7 +131,7 @@ def joined_ranks(
     limit, status = timedelta(minutes=config.parallel.timeout_min), RankStatus()
     with (
         preferred_blas(device, dtype, platform.machine()),
-        only(config.train.kernels),
+        using_kernels(config.train.kernels),
         supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous)
         if signals
         else nullcontext(Stop(status)) as stop,
@@ -402,6 +402,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
     """The process groups of all CP sizes that the run's plans may use."""
+    # The planner decides which CP sizes are legal; any plan says so.
     smallest_plan = make_planner(job)([Sequence(0, 1, 1)])
     return CPGroups(job.topology, smallest_plan.setting.cp_sizes)
 

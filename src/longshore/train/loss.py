@@ -1,4 +1,4 @@
-"""Losses: a value for each token, summed, and divided by one count of the full step.
+"""Losses: a value for each token, summed; step.py divides the sum by one count of the whole step.
 
 In: what the head computed of each token, and the micro-batch. Out: a sum whose gradient does not
 depend on the plan, because its divisor is counted over all lanes and rounds. The default is the
