@@ -39,9 +39,10 @@ FORMS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 STEPS = 4
 """Of each shape the first micro-batch runs eagerly and the second records: most replay."""
-WITHIN = 1e-3
-"""Of a gradient's norm, besides what eager layers differ from themselves: some kernels add up in an
-order of their own every time. Graphs launch the same kernels."""
+WITHIN = {"tiny-llama": 1e-3, "tiny-nemotron-h": 1e-3, "tiny-qwen3-next": 1e-2}
+"""Of a gradient's norm, besides what eager layers differ from themselves in this run: some kernels
+add up in an order of their own every time. Graphs launch the same kernels. On 2 lanes gradients of
+tiny-qwen3-next take one of a few values, up to 3.4e-3 apart, and one repetition may miss that."""
 
 
 def words_of(name: str, *more: str) -> list[str]:
@@ -163,19 +164,21 @@ def test_gradients_are_those_of_eager_layers(name: str, ranks: int, tmp_path: Pa
     results = run_ranks(ranks, compared, name, FORMS[ranks], ["none"], str(tmp_path), timeout=300)
     for each in results:
         for (form, _), (error, noise, (whole, halves, _), cp_sizes) in each.items():
-            assert error < WITHIN + 4 * noise, f"{form}: {error:.1e}, eager {noise:.1e}"
-            assert noise < WITHIN * 10, f"{form}: eager {noise:.1e}"
+            assert error < WITHIN[name] + 4 * noise, f"{form}: {error:.1e}, eager {noise:.1e}"
+            assert noise < 1e-2, f"{form}: eager {noise:.1e}"
             assert whole > 0, form
             assert ranks in cp_sizes, f"{form}: CP sizes {cp_sizes}"
             assert ranks == 1 or halves > 0, form
 
 
-def test_a_bad_replay_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3-next"])
+def test_a_bad_replay_is_seen(name: str, tmp_path: Path) -> None:
     plants = [plant for plant in PLANTS if plant != "none"]
     forms = {"plain": FORMS[1]["plain"]}
-    (results,) = run_ranks(1, compared, "tiny-llama", forms, plants, str(tmp_path), timeout=300)
+    (results,) = run_ranks(1, compared, name, forms, plants, str(tmp_path), timeout=300)
     for (_, plant), (error, noise, _, _) in results.items():
-        assert not error < 10 * (WITHIN + 4 * noise), f"{plant}: {error:.1e}, eager {noise:.1e}"
+        limit = 10 * (WITHIN[name] + 4 * noise)
+        assert not error < limit, f"{plant}: {error:.1e}, eager {noise:.1e}"
 
 
 RUNS: dict[str, tuple[str, ...]] = {
