@@ -13,8 +13,8 @@ from longshore.train.display import StepMetrics
 
 NAMES = [field.name for field in fields(StepMetrics)]  # experts and a depth are in the demo
 TIMES = ("elapsed_s", "tokens_per_s", "tflops", "plan_s", "data_wait_s", "memory_gib")
-ABSENT = ("index_loss", "graphed", "graph_gib")
-"""Of models with an indexer, and of runs with CUDA graphs."""
+ABSENT = ("index_loss", "loss_metrics", "graphed", "graph_gib")
+"""Of models with an indexer, losses with metrics of their own, and runs with CUDA graphs."""
 SMALL = ("data.mock.mean_seq_len=96", "data.mock.max_seq_len=1024", "data.batch=8")
 EXACT = (*SMALL, "train.dtype=float64", "train.steps=3")
 
